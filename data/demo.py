@@ -1,0 +1,275 @@
+"""Demo assets without a download: a small speech-like corpus, a tiny codec, a tiny Dia, all deterministic.
+
+    python data/demo.py --out demo
+
+    demo/audio/<split>/*.wav, *.txt   syllables whose sound follows their letters, spoken by several voices
+    demo/codec                        a DAC of the real architecture, tiny
+    demo/dia                          a Dia of the real architecture, tiny, randomly initialised
+    demo/tokens/<split>               the corpus through data/encode.py, as a user's audio would go
+
+A finished folder is recognised and reused at once.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+from store import locked, sync_folder, versions, write_json, write_jsonl
+from usage import UsageError, run
+
+SEED = 20240613
+RATE = 44100
+CLIPS = {"train": 64, "eval": 8}
+WORDS = "bada gumi lono sike tafu relu dimo nusa kobe falu gire mota".split()
+
+# (first formant, second formant) in Hz of what is sung, and the noise band of what is hissed
+VOWELS = {"a": (800, 1250), "e": (500, 1900), "i": (300, 2400), "o": (480, 850), "u": (330, 650)}
+VOICED = {"b": (250, 700), "d": (250, 1600), "g": (250, 2100), "m": (220, 1000), "n": (220, 1500)}
+VOICED |= {"l": (360, 1300), "r": (420, 1100)}
+HISSED = {"s": (5000, 9000), "f": (2500, 7000), "t": (3500, 6500), "k": (1500, 3500)}
+# pitch in Hz, and how much longer or shorter the throat is than usual
+VOICES = {"ada": (210, 1.12), "ben": (115, 0.92), "cleo": (250, 1.2), "dov": (95, 0.86)}
+PARTNER = {"ada": "ben", "ben": "ada", "cleo": "dov", "dov": "cleo"}  # who says the [S2] turns
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", required=True, type=Path, help="folder to make")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    print(ensure_demo(parse_args().out))
+
+
+def ensure_demo(out: Path) -> Path:
+    """The demo folder, built unless it is there already; safe to call from several processes at once."""
+    out = out.absolute()
+    key = demo_key(out)
+    if read_key(out) == key:
+        return out
+    with locked(out.with_name(out.name + ".lock"), waiting="another process is building the demo: waiting"):
+        if read_key(out) == key:
+            return out
+        if out.exists() and read_key(out) is None and any(out.iterdir()):
+            raise UsageError(f"{out} exists and is no demo folder: give another path or remove it")
+        begin = time.monotonic()
+        print(f"building the demo in {out} (once, about 15 s)", flush=True)
+        temporary = out.with_name(out.name + ".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        build(temporary, out)
+        write_json(temporary / "demo.json", {"key": key})
+        shutil.rmtree(out, ignore_errors=True)
+        temporary.rename(out)
+        sync_folder(out.parent)
+        print(f"demo ready in {time.monotonic() - begin:.1f} s", flush=True)
+    return out
+
+
+def demo_key(out: Path) -> str:
+    """Changes with the code and libraries that make the demo, and with its place: the processor names it."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256(str(out).encode())
+    for name in ("demo", "encode", "codec", "waveform", "sources", "store"):
+        digest.update((here / f"{name}.py").read_bytes())
+    digest.update(json.dumps(versions("torch", "transformers", "datasets", "numpy")).encode())
+    return digest.hexdigest()[:16]
+
+
+def read_key(out: Path) -> str | None:
+    try:
+        return json.loads((out / "demo.json").read_text())["key"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def build(folder: Path, final: Path) -> None:
+    folder.mkdir(parents=True)
+    clips = write_corpus(folder / "audio")
+    print(f"  {len(clips)} clips synthesised", flush=True)
+    save_codec(folder / "codec")
+    print("  codec saved", flush=True)
+    save_dia(folder / "dia", folder / "codec", final / "codec")
+    print("  model saved", flush=True)
+    from encode import encode_dataset
+    from sources import find_clips
+
+    for split in CLIPS:
+        clips = find_clips(folder / "audio" / f"{split}.jsonl", "jsonl")
+        tokens = folder / "tokens" / split
+        encode_dataset(clips, tokens, codec="dac", weights=str(folder / "codec"))
+        # What names the temporary folder must name the final one; the list of source files has no use.
+        info = json.loads((tokens / "dataset.json").read_text())
+        write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")})
+        (tokens / "sources.jsonl").unlink()
+
+
+# ---------------------------------------------------------------- corpus
+
+
+def write_corpus(folder: Path) -> list[dict]:
+    import numpy as np
+    import soundfile
+
+    texts = demo_texts()
+    items = []
+    for split, count in CLIPS.items():
+        (folder / split).mkdir(parents=True)
+        lines = []
+        for number in range(count):
+            speaker = list(VOICES)[number % len(VOICES)]
+            text = texts.pop()
+            name = f"{split}/{speaker}_{number:03d}"
+            rng = np.random.default_rng([SEED, len(items)])
+            soundfile.write(folder / f"{name}.wav", speak(text, speaker, rng), RATE, subtype="PCM_16")
+            (folder / f"{name}.txt").write_text(text + "\n")
+            lines.append(
+                {"id": name.replace("/", "-"), "audio": f"{name}.wav", "speaker": speaker, "split": split}
+            )
+            items.append(lines[-1])
+        write_jsonl(folder / f"{split}.jsonl", lines)
+    return items
+
+
+def demo_texts() -> list[str]:
+    """Different texts of 2 to 6 words, the longer ones dialogues; eval texts are new, of the same words."""
+    import numpy as np
+
+    rng = np.random.default_rng(SEED)
+    texts = {}
+    while len(texts) < sum(CLIPS.values()):
+        words = list(rng.choice(WORDS, size=rng.integers(2, 7)))
+        text = "[S1] " + " ".join(words)
+        if len(words) >= 4:
+            text = "[S1] " + " ".join(words[:2]) + " [S2] " + " ".join(words[2:])
+        texts[text] = None
+    return list(texts)
+
+
+def speak(text: str, speaker: str, rng):
+    """Samples in -1..1: every letter has its own spectrum, every voice its own pitch and throat."""
+    import numpy as np
+
+    pieces, voice = [np.zeros(RATE // 50)], VOICES[speaker]
+    for part in text.split():
+        if part in ("[S1]", "[S2]"):
+            voice = VOICES[speaker if part == "[S1]" else PARTNER[speaker]]
+            continue
+        pieces += [letter_sound(letter, *voice, rng) for letter in part]
+        pieces.append(np.zeros(int(RATE * 0.04)))
+    wave = np.concatenate(pieces)
+    return 0.5 * wave / np.abs(wave).max()
+
+
+def letter_sound(letter: str, pitch: float, throat: float, rng):
+    import numpy as np
+
+    seconds = 0.095 if letter in VOWELS else 0.055
+    samples = int(RATE * seconds * rng.uniform(0.9, 1.1))
+    if letter in HISSED:
+        low, high = HISSED[letter]
+        spectrum = np.fft.rfft(rng.standard_normal(samples))
+        frequency = np.fft.rfftfreq(samples, 1 / RATE) / throat
+        spectrum[(frequency < low) | (frequency > high)] = 0
+        wave = np.fft.irfft(spectrum, samples)
+        wave *= 0.35 / np.abs(wave).max()
+    else:
+        formants = (VOWELS | VOICED)[letter]
+        harmonics = np.arange(1, int(4500 / pitch))
+        frequency = harmonics * pitch
+        gain = sum(np.exp(-(((frequency - throat * f) / 160) ** 2)) / (1 + i) for i, f in enumerate(formants))
+        gain = gain + 0.02 / harmonics
+        time = np.arange(samples) / RATE
+        wave = (gain[:, None] * np.sin(2 * np.pi * frequency[:, None] * time)).sum(axis=0)
+        wave *= (0.9 if letter in VOWELS else 0.45) / np.abs(wave).max()
+    ramp = min(samples // 4, RATE // 100)
+    edge = np.ones(samples)
+    edge[:ramp] = np.linspace(0, 1, ramp)
+    edge[-ramp:] = np.linspace(1, 0, ramp)
+    return wave * edge
+
+
+# ---------------------------------------------------------------- models
+
+
+def save_codec(folder: Path) -> None:
+    import torch
+    from transformers import DacConfig, DacFeatureExtractor, DacModel
+
+    torch.manual_seed(SEED)
+    config = DacConfig(encoder_hidden_size=4, decoder_hidden_size=32, codebook_dim=4, sampling_rate=RATE)
+    DacModel(config).eval().save_pretrained(folder)
+    DacFeatureExtractor(sampling_rate=RATE, hop_length=config.hop_length).save_pretrained(folder)
+
+
+def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
+    """Special ids and delay pattern are the class defaults, which are those of the real model."""
+    import torch
+    from transformers import (
+        DacModel,
+        DiaConfig,
+        DiaFeatureExtractor,
+        DiaForConditionalGeneration,
+        DiaProcessor,
+        DiaTokenizer,
+        GenerationConfig,
+    )
+    from transformers.models.dia.configuration_dia import DiaDecoderConfig, DiaEncoderConfig
+
+    torch.manual_seed(SEED)
+    # Widths this small need a larger scale than the real model's 0.02, or the signal dies on its way.
+    scale = 0.1
+    encoder = DiaEncoderConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        initializer_range=scale,
+    )
+    decoder = DiaDecoderConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        cross_num_attention_heads=4,
+        cross_num_key_value_heads=4,
+        cross_head_dim=16,
+        cross_hidden_size=32,
+        intermediate_size=160,
+        initializer_range=scale,
+    )
+    model = DiaForConditionalGeneration(
+        DiaConfig(encoder_config=encoder, decoder_config=decoder, initializer_range=scale)
+    )
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.8,
+        top_p=0.9,
+        top_k=50,
+        guidance_scale=3.0,
+        max_length=3072,
+        bos_token_id=1026,
+        eos_token_id=1024,
+        pad_token_id=1025,
+    )
+    model.save_pretrained(folder)
+    audio_tokenizer = DacModel.from_pretrained(codec)
+    audio_tokenizer.name_or_path = str(
+        final_codec
+    )  # only the name is saved, and the folder is renamed afterwards
+    processor = DiaProcessor(
+        DiaFeatureExtractor(sampling_rate=RATE, hop_length=512), DiaTokenizer(), audio_tokenizer
+    )
+    processor.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -60,7 +60,7 @@ def read_folder(source: Path, audio_root: Path | None) -> Iterator[Clip]:
 
 
 def read_jsonl(source: Path, audio_root: Path | None) -> Iterator[Clip]:
-    """One object a line: id, audio; where known text or text_file, start, end, speaker, lang, group, split."""
+    """One object a line: id, audio; where known text | text_file, start, end, speaker, lang, group, split."""
     root = audio_root or source.parent
     for number, item in jsonl_objects(source):
         where = f"{source}:{number}"

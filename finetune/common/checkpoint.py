@@ -1,0 +1,167 @@
+"""Checkpoints that are whole or absent: temporary name, fsync, checksums, rename, then an entry in index.json.
+
+index.json is the only source of truth for resume and retention: a folder that it does not list is never loaded and
+never deleted.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.config import UserError
+from common.runtime import Ranks, from_first, say
+
+TAG = "state"
+
+
+def _allow_list() -> None:
+    """The only classes, beside tensors and plain containers, that DeepSpeed's own shards hold."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
+
+
+def write_json(path: Path, value) -> None:
+    """Replaces a JSON file in one durable move."""
+    draft = path.with_name(f".{path.name}.tmp")
+    with open(draft, "w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=2)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(draft, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_index(folder: Path) -> list[dict]:
+    """The complete checkpoints, oldest first."""
+    path = folder / "index.json"
+    if not path.is_file():
+        return []
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["checkpoints"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged; move it away to start over, or name a checkpoint with --resume.") from None
+
+
+def save(folder: Path, engine, state: dict, average, ranks: Ranks, keep: int, score: float | None) -> Path:
+    """Writes step `state["step"]`; `score` (smaller is better) protects the best one from retention."""
+    name = f"step-{state['step']:08d}"
+    draft, final = folder / f".{name}.tmp", folder / name
+    if ranks.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+    _barrier(ranks)
+    engine.save_checkpoint(str(draft), tag=TAG, client_state={}, save_latest=False, exclude_frozen_parameters=True)
+    if average.decay:
+        torch.save(average.shadow, draft / f"average-{ranks.rank:05d}.pt")
+    _barrier(ranks)
+    if ranks.first:
+        write_json(draft / "trainer_state.json", state)
+        files = sorted(path for path in draft.rglob("*") if path.is_file())
+        manifest = {str(path.relative_to(draft)): _sha256(path) for path in files}
+        for path in [*files, *(p for p in draft.rglob("*") if p.is_dir())]:
+            _sync(path)
+        write_json(draft / "manifest.json", manifest)
+        entries = [entry for entry in read_index(folder) if entry["name"] != name]
+        if final.exists():  # the same step again, after a resume from an older checkpoint
+            write_json(folder / "index.json", {"checkpoints": entries})
+            shutil.rmtree(final)
+        os.replace(draft, final)
+        _sync(folder)
+        entries.append({"name": name, "step": state["step"], "score": score})
+        _retain(folder, entries, keep)
+    _barrier(ranks)
+    return final
+
+
+def _retain(folder: Path, entries: list[dict], keep: int) -> None:
+    """Keeps the newest `keep` and the best; the index forgets a folder before it is deleted."""
+    scored = [entry for entry in entries if entry["score"] is not None]
+    kept = {entry["name"] for entry in entries[-keep:]}
+    if scored:
+        kept.add(min(scored, key=lambda entry: entry["score"])["name"])
+    write_json(folder / "index.json", {"checkpoints": [entry for entry in entries if entry["name"] in kept]})
+    for entry in entries:
+        if entry["name"] not in kept:
+            shutil.rmtree(folder / entry["name"], ignore_errors=True)
+            say(f"removed checkpoint {folder / entry['name']}")
+
+
+def choose(resume: str, folder: Path, ranks: Ranks) -> Path | None:
+    """The checkpoint to go on from, the same on every rank; None to start afresh."""
+    entries = from_first(read_index(folder) if ranks.first else None, ranks)
+    if resume == "never":
+        if entries:
+            raise UserError(f"{folder} already holds checkpoints: choose another --out, or --resume auto to go on.")
+        return None
+    if resume == "auto":
+        return folder / entries[-1]["name"] if entries else None
+    path = Path(resume)
+    if not (path / "manifest.json").is_file():
+        raise UserError(f"--resume {resume} is not a complete checkpoint (no manifest.json in it).")
+    return path
+
+
+def load(path: Path, engine, average, ranks: Ranks, identity: dict) -> dict:
+    """Restores the engine and returns the trainer state. Refuses damage, and a run that is not the same."""
+    damage = from_first(_damage(path) if ranks.first else None, ranks)
+    if damage:
+        raise UserError(f"checkpoint {path} is damaged ({damage}): remove it from index.json or name another.")
+    state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    changed = [
+        f"{key}: {state['identity'].get(key)!r} then, {value!r} now"
+        for key, value in identity.items()
+        if state["identity"].get(key) != value
+    ]
+    if changed:
+        raise UserError(f"checkpoint {path} is of another run ({'; '.join(changed)}): use another --out.")
+    _allow_list()
+    loaded, _ = engine.load_checkpoint(str(path), tag=TAG, load_module_strict=False, load_lr_scheduler_states=False)
+    if loaded is None:
+        raise UserError(f"DeepSpeed found no state in checkpoint {path}.")
+    if average.decay:
+        shadow = torch.load(path / f"average-{ranks.rank:05d}.pt", map_location="cpu", weights_only=True)
+        for mine, saved in zip(average.shadow, shadow, strict=True):
+            mine.copy_(saved)
+    return state
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "manifest.json cannot be read"
+    for name, digest in manifest.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _sha256(file) != digest:
+            return f"the checksum of {name} is wrong"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _barrier(ranks: Ranks) -> None:
+    if ranks.world > 1:
+        dist.barrier()

@@ -1,0 +1,122 @@
+"""One dataclass is the whole interface of a recipe: every field is a flag, with its default and its meaning."""
+
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from typing import Literal, get_args, get_origin
+
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75  # stopped early by a signal, everything saved: start the same command again to go on
+
+
+class UserError(Exception):
+    """The user's mistake: shown as one sentence that names the flag, file or sample, without a traceback."""
+
+
+def flag(default, meaning: str, *, group: str = "recipe"):
+    """A config field whose meaning becomes its --help text."""
+    metadata = {"help": meaning, "group": group}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class RunConfig:
+    """The flags every recipe has; they mean the same everywhere."""
+
+    ds: str = flag("ds_configs/zero2.json", "DeepSpeed JSON (also --deepspeed_config)", group="run")
+    model: str = flag("", "hub id or local folder; empty = the tiny demo model", group="run")
+    data: str = flag("", "token dataset folder; empty = the demo corpus", group="run")
+    eval_data: str = flag("", "token dataset to evaluate on; empty = none (demo: its own)", group="run")
+    out: str = flag("", "run folder; empty = runs/<recipe>-<date>-<time>", group="run")
+    resume: str = flag("auto", "auto = newest checkpoint in --out, never, or a checkpoint folder", group="run")
+    dry_run: bool = flag(False, "print sizes, plan and memory, take one step on the longest batch, stop", group="run")
+    verify_data: bool = flag(True, "check the dataset's checksums and id ranges before training", group="run")
+
+    steps: int = flag(0, "optimizer steps; 0 = as many as --epochs need", group="schedule")
+    epochs: float = flag(1.0, "passes over the data, used when --steps is 0", group="schedule")
+    lr: float = flag(1e-4, "peak learning rate", group="schedule")
+    warmup: float = flag(0.03, "warm-up, as a share of the steps (below 1) or in optimizer steps", group="schedule")
+    min_lr_ratio: float = flag(0.1, "the cosine ends at this share of --lr", group="schedule")
+    micro_tokens: int = flag(8192, "padded decoder positions a rank and micro-batch, at most", group="schedule")
+    accumulation: int = flag(1, "micro-batches a rank and optimizer step", group="schedule")
+    seed: int = flag(0, "key of every random decision", group="schedule")
+
+    optimizer: Literal["adamw", "adamw8bit"] = flag("adamw", "adamw8bit is bitsandbytes'", group="optimizer")
+    weight_decay: float = flag(0.01, "on projection matrices only; 0 = off", group="optimizer")
+    clip: float = flag(1.0, "largest global gradient norm", group="optimizer")
+    ema: float = flag(0.0, "decay of the average of the trained weights; 0 = off", group="optimizer")
+    precision: Literal["bf16", "fp32"] = flag("bf16", "compute; masters and loss are fp32", group="optimizer")
+    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, slower", group="optimizer")
+    max_skips: int = flag(3, "abort after this many non-finite steps in a row", group="optimizer")
+
+    save_every: int = flag(500, "optimizer steps between checkpoints; 0 = only at the end", group="output")
+    keep: int = flag(2, "newest checkpoints to keep (at least 2); the best is kept too", group="output")
+    eval_every: int = flag(500, "optimizer steps between evaluations; 0 = only at the start and end", group="output")
+    sample_every: int = flag(0, "optimizer steps between samples; 0 = only at the end", group="output")
+    samples: int = flag(4, "texts of the evaluation data to speak at each sampling; 0 = none", group="output")
+    export: bool = flag(True, "write the trained artifact at the end", group="output")
+
+
+def _add_flag(parser, item):
+    names = ["--" + item.name.replace("_", "-")]
+    if item.name == "ds":
+        names.append("--deepspeed_config")
+    default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
+    options = {"dest": item.name, "default": None, "help": f"{item.metadata['help']} (default: {default!r})"}
+    if item.type is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif get_origin(item.type) is Literal:
+        options["choices"] = get_args(item.type)
+    elif get_origin(item.type) is list:
+        options |= {"nargs": "*", "type": get_args(item.type)[0]}
+    else:
+        options |= {"type": item.type, "metavar": item.type.__name__.upper()}
+    parser.add_argument(*names, **options)
+
+
+def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict | None = None):
+    """Flags to config. Precedence: default < `demo` (when neither --model nor --data is given) < flag."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    groups = {}
+    for item in dataclasses.fields(config_class):
+        title = item.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_flag(groups[title], item)
+    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None and k != "local_rank"}
+    if not given.get("model") and not given.get("data"):
+        given = (demo or {}) | given
+    config = config_class(**given)
+    try:
+        check(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    return config
+
+
+def check(config: RunConfig) -> None:
+    """Refuses what cannot train, before anything heavy is loaded."""
+    if bool(config.model) != bool(config.data):
+        raise UserError("--model and --data go together: give both, or neither for the embedded demo.")
+    # 1e-7 is what a warm-up prints at its first step; as a peak it trains nothing. Above 1e-2 Adam diverges.
+    if not 1e-6 <= config.lr <= 1e-2:
+        raise UserError(f"--lr {config.lr:g} is outside 1e-06 .. 0.01; LoRA usually takes 1e-4, full tuning 1e-5.")
+    for name, low in (("accumulation", 1), ("micro_tokens", 1), ("keep", 2), ("max_skips", 1)):
+        if getattr(config, name) < low:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is below {low}.")
+    for name in ("steps", "warmup", "save_every", "eval_every", "sample_every", "samples", "weight_decay"):
+        if getattr(config, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is negative.")
+    if config.clip <= 0:
+        raise UserError(f"--clip {config.clip:g} must be above 0 (use a large value to never clip).")
+    if config.steps == 0 and config.epochs <= 0:
+        raise UserError(f"--epochs {config.epochs:g} gives no steps; set --steps or --epochs above 0.")
+    if not 0 <= config.ema < 1:
+        raise UserError(f"--ema {config.ema:g} must be at least 0 and below 1.")

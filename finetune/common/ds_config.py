@@ -1,0 +1,74 @@
+"""The DeepSpeed JSON: read, checked against the flags, its "auto" fields filled in."""
+
+import json
+from pathlib import Path
+
+from common.config import RunConfig, UserError
+
+
+def read_ds(path: str) -> dict:
+    """The JSON as a dict; a missing or malformed file is a UserError naming the file and the place."""
+    file = Path(path)
+    if not file.is_file() and not file.is_absolute():
+        file = Path(__file__).resolve().parents[2] / path  # ds_configs/... from any working directory
+    if not file.is_file():
+        raise UserError(f"--ds {path}: no such file; the repository's own are in ds_configs/.")
+    try:
+        ds = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"--ds {path} is not valid JSON: {error}.") from None
+    if not isinstance(ds, dict):
+        raise UserError(f"--ds {path} must hold a JSON object, not a {type(ds).__name__}.")
+    return ds
+
+
+def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
+    """Fills what the script decides; a value in the JSON that contradicts a flag is an error naming both."""
+    ds = read_ds(path)
+    # Micro-batches are cut by --micro-tokens, so DeepSpeed's count of samples is nominal: one a micro-batch.
+    owned = {
+        "train_micro_batch_size_per_gpu": (1, "--micro-tokens (which cuts micro-batches by length)"),
+        "gradient_accumulation_steps": (config.accumulation, f"--accumulation {config.accumulation}"),
+        "train_batch_size": (config.accumulation * world_size, f"--accumulation x {world_size} ranks"),
+        "gradient_clipping": (config.clip, f"--clip {config.clip:g}"),
+        "bf16.enabled": (config.precision == "bf16", f"--precision {config.precision}"),
+        "fp16.enabled": (False, f"--precision {config.precision}"),
+    }
+    for dotted, (value, flags) in owned.items():
+        *parents, key = dotted.split(".")
+        section = ds
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        if section.get(key, "auto") not in ("auto", value):
+            raise UserError(
+                f"{path} sets {dotted} to {json.dumps(section[key])} but {flags} says {json.dumps(value)}: make them"
+                ' agree or write "auto" in the JSON.'
+            )
+        section[key] = value
+    for section in ("optimizer", "scheduler"):
+        if ds.pop(section, "auto") != "auto":
+            raise UserError(f"{path} has a section {section!r}, which the script's own flags decide: remove it.")
+    ds = _without_auto(ds)
+    stage = ds.setdefault("zero_optimization", {}).setdefault("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"{path} sets zero_optimization.stage to {json.dumps(stage)}; it must be 0, 1, 2 or 3.")
+    ds["zero_allow_untested_optimizer"] = True  # bitsandbytes' optimizers are not on DeepSpeed's list
+    ds["steps_per_print"] = 10**9  # the recipe prints its own progress
+    return ds
+
+
+def _without_auto(section: dict) -> dict:
+    """Drops the fields still "auto": DeepSpeed then takes its own default."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if value != "auto"
+    }
+
+
+def stage_of(ds: dict) -> int:
+    return ds["zero_optimization"]["stage"]
+
+
+def offloads_optimizer(ds: dict) -> bool:
+    return ds["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"

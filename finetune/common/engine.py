@@ -1,0 +1,143 @@
+"""DeepSpeed wiring: one wrapper module, one engine, and the few things that differ between ZeRO stages."""
+
+from contextlib import contextmanager
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import nn
+
+from common.config import RunConfig
+from common.ds_config import offloads_optimizer
+from common.optim import build_optimizer, decay_groups
+
+
+class LossModule(nn.Module):
+    """What DeepSpeed wraps: a batch goes in, the loss comes out, and the head is inside so that ZeRO's hooks fire."""
+
+    def __init__(self, model: nn.Module, compute_loss):
+        super().__init__()
+        self.model = model
+        self.compute_loss = compute_loss
+
+    def forward(self, batch):
+        return self.compute_loss(self.model, batch)
+
+
+def start_engine(model: nn.Module, compute_loss, config: RunConfig, ds: dict, no_decay: tuple[str, ...]):
+    """The DeepSpeed engine over the model's trainable parameters."""
+    wrapped = LossModule(model, compute_loss)
+    groups = decay_groups(wrapped, config.weight_decay, no_decay)
+    optimizer = build_optimizer(groups, config, offloads_optimizer(ds))
+    engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=ds)
+    return engine
+
+
+def set_learning_rate(engine, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> None:
+    """Adds this micro-batch's share of the step's mean loss: its sum over the step's planned target weight.
+
+    DeepSpeed averages over the ranks, so the share is multiplied by their number. A loss that is not finite makes
+    its own gradient NaN, so that the optimizer's check skips the step on every rank alike.
+    """
+    loss = loss_sum * (world / step_weight)
+    loss = loss * (1 + (loss - loss).detach())
+    engine.backward(loss, scale_wrt_gas=False)
+
+
+def take_step(engine) -> tuple[bool, float]:
+    """The optimizer step; returns whether it was applied (all gradients finite) and the norm before clipping."""
+    if engine.zero_optimization_stage() == 0 and not engine.bfloat16_enabled():
+        # Plain optimizers have no check of their own. Gradients are already averaged: all ranks see the same.
+        parameters = [p for p in engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        applied = norm < float("inf")
+        if not applied:
+            for parameter in parameters:
+                parameter.grad = None
+        engine.step()
+        return applied, norm
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    applied = engine.was_step_applied()
+    return applied, float(norm) if applied and norm is not None else float("nan")
+
+
+def trainable(engine) -> dict[str, nn.Parameter]:
+    """Trainable parameters by their names in the recipe's model."""
+    return {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}
+
+
+def full_weights(engine) -> dict[str, torch.Tensor]:
+    """The fp32 masters of all trainable parameters, whole, on the CPU. Every rank must call it."""
+    if engine.zero_optimization_stage() == 0 and not engine.bfloat16_enabled():
+        return {name: p.detach().float().cpu().clone() for name, p in trainable(engine).items()}
+    return {name: safe_get_full_fp32_param(p).detach().float().cpu().clone() for name, p in trainable(engine).items()}
+
+
+def full_gradients(engine) -> dict[str, torch.Tensor]:
+    """The averaged gradients, whole; only between the last backward and the step. Every rank must call it."""
+    return {name: safe_get_full_grad(p) for name, p in trainable(engine).items()}
+
+
+# ---- average of the weights ------------------------------------------------------------------------------------
+
+
+def _masters(engine) -> list[torch.Tensor]:
+    """This rank's share of the fp32 weights."""
+    stage = engine.zero_optimization_stage()
+    if stage == 3:
+        return [t.data for t in engine.optimizer.fp32_partitioned_groups_flat]
+    if stage in (1, 2):
+        return [t.data for t in engine.optimizer.single_partition_of_fp32_groups]
+    if engine.bfloat16_enabled():
+        return [t.data for t in engine.optimizer.fp32_groups_flat_partition]
+    return [p.data for p in trainable(engine).values()]
+
+
+def _masters_changed(engine) -> None:
+    """Carries changed masters over to the weights that the model computes with."""
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 3:
+        for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    elif stage in (1, 2) or engine.bfloat16_enabled():
+        optimizer.update_lp_params()
+
+
+class Average:
+    """Exponential moving average of the fp32 masters, kept sharded like them: no communication, any stage."""
+
+    def __init__(self, engine, decay: float):
+        self.engine, self.decay = engine, decay
+        self.shadow = [t.clone() for t in _masters(engine)] if decay else []
+
+    def update(self, step: int) -> None:
+        if self.decay:
+            # Early steps average over what there is, instead of holding on to the initial weights.
+            decay = min(self.decay, (1 + step) / (10 + step))
+            torch._foreach_lerp_(self.shadow, _masters(self.engine), 1 - decay)
+
+    @contextmanager
+    def in_place(self):
+        """Inside, the model computes with the averaged weights."""
+        if self.decay:
+            self._swap()
+        try:
+            yield
+        finally:
+            if self.decay:
+                self._swap()
+
+    def _swap(self) -> None:
+        for shadow, master in zip(self.shadow, _masters(self.engine), strict=True):
+            kept = master.clone()
+            master.copy_(shadow)
+            shadow.copy_(kept)
+        _masters_changed(self.engine)

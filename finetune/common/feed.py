@@ -1,0 +1,33 @@
+"""Batches made ready while the model computes."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+
+def prefetch(build: Callable, numbers: Iterable, depth: int = 3) -> Iterator:
+    """`build(n)` for each n, in order, `depth` ahead. A thread is enough: codes are views into mapped memory."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = deque()
+        for number in numbers:
+            waiting.append(pool.submit(build, number))
+            if len(waiting) > depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def mover(device: torch.device) -> Callable[[dict], dict]:
+    """A function that brings a batch's tensors to the device without waiting for the copy."""
+
+    def move(batch: dict) -> dict:
+        if device.type == "cpu":
+            return batch
+        return {
+            key: value.pin_memory().to(device, non_blocking=True) if torch.is_tensor(value) else value
+            for key, value in batch.items()
+        }
+
+    return move

@@ -1,0 +1,24 @@
+"""Keyed randomness: every random decision is a pure function of a key, never of a global generator.
+
+A key is a tuple such as (seed, epoch, sample id, purpose) or (seed, step, purpose), so a decision is the same on
+whatever rank, worker, world size or resume point it is taken.
+"""
+
+import hashlib
+
+import numpy as np
+
+
+def key64(*key) -> int:
+    """64 bits from the key. repr() separates 1 from "1" and (1, 23) from (12, 3)."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+def uniform(*key) -> float:
+    """A number in [0, 1)."""
+    return (key64(*key) >> 11) * 2.0**-53
+
+
+def generator(*key) -> np.random.Generator:
+    """A private generator for decisions that need more than one number."""
+    return np.random.Generator(np.random.PCG64(key64(*key)))

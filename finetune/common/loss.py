@@ -1,0 +1,100 @@
+"""Cross-entropy over several codebooks whose logits are never held in memory at once.
+
+Shapes: N positions, C codebooks, V ids a codebook, D width. The head maps D to C*V.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+IGNORE = -100
+CHUNK_LOGITS = 2**23  # logits held at a time (fp32: 32 MB)
+
+
+def token_losses(logits_nv: torch.Tensor, labels_nc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token losses (N, C), 0 where ignored, and the fp32 logits as (N, C, V)."""
+    n, c = labels_nc.shape
+    logits = logits_nv.float().view(n, c, -1)
+    picked = logits.gather(-1, labels_nc.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    losses = torch.logsumexp(logits, dim=-1) - picked
+    return losses.masked_fill(labels_nc == IGNORE, 0.0), logits
+
+
+class _GradientInForward(torch.autograd.Function):
+    """Forms d(loss)/d(hidden) and d(loss)/d(head) while the chunk's logits exist, so backward needs no logits."""
+
+    @staticmethod
+    def forward(ctx, hidden_nd, weight, labels_nc, weights_nc, rows):
+        losses_nc = torch.empty(labels_nc.shape, dtype=torch.float32, device=hidden_nd.device)
+        grad_hidden = torch.empty_like(hidden_nd) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden_nd), rows):
+            part = slice(start, start + rows)
+            hidden, labels, scale = hidden_nd[part], labels_nc[part], weights_nc[part]
+            losses_nc[part], logits = token_losses(hidden @ weight.T, labels)
+            if grad_hidden is None and grad_weight is None:
+                continue
+            grad = torch.softmax(logits, dim=-1)
+            grad.scatter_add_(-1, labels.clamp(min=0).unsqueeze(-1), -torch.ones_like(grad[..., :1]))
+            grad = (grad * scale.unsqueeze(-1)).view(len(labels), -1).to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(losses_nc)
+        return (losses_nc * weights_nc).sum(), losses_nc
+
+    @staticmethod
+    def backward(ctx, grad_sum, _):
+        grads = [None if grad is None else grad * grad_sum.to(grad.dtype) for grad in ctx.saved_tensors]
+        return *grads, None, None, None
+
+
+def _head_forward(head: nn.Linear, hidden_nd, labels_nc=None, weights_nc=None):
+    if labels_nc is None:
+        return F.linear(hidden_nd, head.weight)
+    rows = max(1, CHUNK_LOGITS // len(head.weight))
+    if weights_nc is not None:
+        return _GradientInForward.apply(hidden_nd, head.weight, labels_nc, weights_nc, rows)
+    parts = zip(hidden_nd.split(rows), labels_nc.split(rows), strict=True)
+    stats = [_stats(F.linear(hidden, head.weight), labels) for hidden, labels in parts]
+    return tuple(torch.cat(column) for column in zip(*stats, strict=True))
+
+
+def fuse_head(head: nn.Module) -> None:
+    """Teaches a bias-free Linear to return the loss itself when labels come along.
+
+    It stays the same module with the same parameter and is called once a batch, so that ZeRO-3's hooks gather its
+    weight around the call and the ranks stay in step whatever their batches' sizes.
+    A head that LoRA wraps is left as it is and costs the whole logits.
+    """
+    if type(head) is nn.Linear and head.bias is None:
+        head.forward = partial(_head_forward, head)
+
+
+def _fused(head) -> bool:
+    return isinstance(getattr(head, "forward", None), partial)
+
+
+def codebook_loss(head, hidden_nd, labels_nc, weights_nc) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of the token losses (differentiable) and the token losses (N, C) themselves."""
+    if _fused(head):
+        return head(hidden_nd, labels_nc, weights_nc)
+    losses, _ = token_losses(head(hidden_nd), labels_nc)
+    return (losses * weights_nc).sum(), losses.detach()
+
+
+@torch.no_grad()
+def codebook_stats(head, hidden_nd, labels_nc) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token losses and most likely ids, both (N, C), for evaluation."""
+    return head(hidden_nd, labels_nc) if _fused(head) else _stats(head(hidden_nd), labels_nc)
+
+
+def _stats(logits_nv, labels_nc):
+    losses, logits = token_losses(logits_nv, labels_nc)
+    return losses, logits.argmax(-1)

@@ -1,0 +1,53 @@
+"""Optimizer, its parameter groups and the learning-rate curve."""
+
+import math
+
+from common.config import RunConfig
+
+
+def decay_groups(model, weight_decay: float, no_decay: tuple[str, ...]) -> list[dict]:
+    """Two groups that partition the trainable parameters: matrices with decay, everything else without.
+
+    `no_decay`: parts of names that never decay, such as "embed" or "lora_".
+    """
+    groups = {"decay": [], "no_decay": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # ZeRO-3 keeps a parameter's true shape in ds_shape; its own is empty while it is partitioned.
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+            exempt = not is_matrix or any(part in name for part in no_decay)
+            groups["no_decay" if exempt else "decay"].append(parameter)
+    assert sum(map(len, groups.values())) == sum(p.requires_grad for p in model.parameters())
+    decay = {"decay": weight_decay, "no_decay": 0.0}
+    return [{"params": found, "weight_decay": decay[name], "name": name} for name, found in groups.items() if found]
+
+
+def build_optimizer(groups: list[dict], config: RunConfig, offload: bool):
+    """AdamW (0.9, 0.95): torch's fused one, bitsandbytes' 8-bit one, or DeepSpeed's for optimizer offload."""
+    options = {"lr": config.lr, "betas": (0.9, 0.95), "eps": 1e-8}
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+    if config.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, **options)
+    from torch.optim import AdamW
+
+    return AdamW(groups, fused=True, **options)
+
+
+def warmup_steps(warmup: float, steps: int) -> int:
+    """`warmup` below 1 is a share of the steps, otherwise a number of optimizer steps."""
+    return math.ceil(warmup * steps) if warmup < 1 else min(int(warmup), steps)
+
+
+def learning_rate(step: int, steps: int, config: RunConfig) -> float:
+    """Linear warm-up, then a cosine down to min_lr_ratio at the last step. `step` counts optimizer steps from 0."""
+    warm = warmup_steps(config.warmup, steps)
+    if step < warm:
+        return config.lr * (step + 1) / warm
+    progress = (step - warm) / max(1, steps - 1 - warm)
+    floor = config.min_lr_ratio
+    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))

@@ -1,0 +1,77 @@
+"""The batch plan: computed from the lengths alone, the same on every rank, never communicated.
+
+Clips are ordered by length with a keyed jitter and cut into micro-batches under a budget of padded positions; the
+micro-batches are shuffled (keyed) and dealt to the ranks. Every epoch has the same number of micro-batches, so a
+micro-batch is found by its running number alone: resume is that number, and any ranks x accumulation with the same
+product trains the same global batches.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from common import keyed
+from common.config import UserError
+
+JITTER = 0.03  # clips whose lengths differ by less can change places from epoch to epoch
+
+
+class Plan:
+    def __init__(self, lengths: np.ndarray, budget: int, seed: int, jitter: float = JITTER):
+        """`lengths`: positions a clip takes in the decoder; `budget`: padded positions a micro-batch, at most."""
+        if not len(lengths):
+            raise UserError("the dataset has no clip to train on.")
+        if lengths.max() > budget:
+            raise UserError(
+                f"--micro-tokens {budget} is below the longest clip ({lengths.max()} positions): raise it, or shorten"
+                " the clips with --max-seconds."
+            )
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.seed = seed
+        self.jitter = jitter
+        self.edges = _edges(np.sort(self.lengths), budget, jitter)
+        self.per_epoch = len(self.edges) - 1
+        # Each rank walks an epoch in order; the step that spans two epochs needs both.
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        draw = keyed.generator(self.seed, epoch, "order")
+        key = self.lengths * (1 + self.jitter * draw.random(len(self.lengths)))
+        return np.argsort(key, kind="stable"), draw.permutation(self.per_epoch)
+
+    def micro_batch(self, number: int) -> tuple[int, np.ndarray]:
+        """Epoch and clip indices of micro-batch `number`, counted from the start of training."""
+        epoch, place = divmod(number, self.per_epoch)
+        clips, shuffled = self._order(epoch)
+        slot = shuffled[place]
+        return epoch, clips[self.edges[slot] : self.edges[slot + 1]]
+
+    def longest(self) -> np.ndarray:
+        """The micro-batch that takes most memory: the longest clips, as many as the budget lets in."""
+        return np.argsort(self.lengths, kind="stable")[self.edges[-2] :]
+
+    def steps(self, epochs: float, micro_batches_a_step: int) -> int:
+        return max(1, int(np.ceil(epochs * self.per_epoch / micro_batches_a_step)))
+
+    def padding(self, epoch: int = 0) -> float:
+        """Share of the padded positions that hold no clip."""
+        clips, _ = self._order(epoch)
+        padded = sum(
+            (end - start) * self.lengths[clips[start:end]].max()
+            for start, end in zip(self.edges[:-1], self.edges[1:], strict=True)
+        )
+        return 1 - self.lengths.sum() / padded
+
+
+def _edges(ordered: np.ndarray, budget: int, jitter: float) -> np.ndarray:
+    """Where to cut the sorted clips. The k-th clip of a jittered order is at most (1 + jitter) x the k-th length,
+    so cutting by that bound keeps every epoch's micro-batches within the budget, and their number constant."""
+    bound = np.minimum(np.floor(ordered * (1 + jitter)).astype(np.int64), ordered[-1])
+    edges = [0]
+    while edges[-1] < len(bound):
+        start = edges[-1]
+        # Largest end with (end - start) * bound[end - 1] <= budget; the product grows with end.
+        most = min(len(bound), start + budget // int(bound[start]))
+        costs = np.arange(1, most - start + 1) * bound[start:most]
+        edges.append(start + max(1, int(np.searchsorted(costs, budget, side="right"))))
+    return np.array(edges)

@@ -1,0 +1,183 @@
+"""Ranks, device, printing, signals and the end of a process. Imports torch only where it is needed."""
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from common.config import EXIT_STOPPED, EXIT_USER_ERROR, UserError
+
+DEFAULT_PORT = "29500"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    local_rank: int
+    world: int
+    device: object  # torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+def say(*words) -> None:
+    """Prints on the first rank only, at once."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*words, flush=True)
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------
+
+_stop = threading.Event()
+
+
+def catch_signals() -> None:
+    """SIGTERM, SIGUSR1 or SIGINT asks for a stop; the loop saves at the next step that all ranks agree on."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, lambda *_: _stop.set())
+
+
+def stop_requested() -> bool:
+    return _stop.is_set()
+
+
+class Stopped(Exception):
+    """A signal ended the run early with everything saved."""
+
+
+def run(main, config) -> None:
+    """Runs a recipe's main and ends the process with the documented exit code.
+
+    0 finished, 75 stopped by a signal with everything saved, 2 a user's mistake, 1 anything else.
+    """
+    catch_signals()
+    try:
+        main(config)
+        code = 0
+    except Stopped as stopped:
+        say(str(stopped))
+        code = EXIT_STOPPED
+    except UserError as error:
+        # All ranks usually find the same mistake: the first speaks at once, the others only if it did not.
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(3)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = EXIT_USER_ERROR
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    _report_outcome(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a rank that failed must not wait at interpreter exit for peers stuck in a collective.
+    os._exit(code)
+
+
+def _report_outcome(code: int) -> None:
+    """Tells launch.sh how it ended: DeepSpeed's own runner exits 0 after some deaths."""
+    marker = os.environ.get("AUDIO_FINETUNE_OUTCOME")
+    if marker and os.environ.get("RANK", "0") == "0":
+        Path(marker).write_text(f"{code}\n")
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------
+
+
+def start_ranks(timeout_minutes: float = 30) -> Ranks:
+    """Joins the process group that the launcher described; a plain `python` start is one rank."""
+    os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # DeepSpeed's checkpoints are pickles
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", DEFAULT_PORT)
+    rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    ranks_here = int(os.environ.get("LOCAL_SIZE", world))
+    note = Path(tempfile.gettempdir()) / f"audio-finetune-port-{os.getuid()}-{os.getppid()}"
+    if os.environ["MASTER_PORT"] == DEFAULT_PORT and ranks_here == world:
+        os.environ["MASTER_PORT"] = _agree_on_free_port(rank, world, note)
+
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        # Ranks that each start a thread a core fight for the cores: 2 ranks on 2 cores ran at half speed.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), verbose=False)
+    if rank == 0:
+        note.unlink(missing_ok=True)
+    return Ranks(rank, local_rank, world, torch.device(accelerator.device_name(local_rank)))
+
+
+def _agree_on_free_port(rank: int, world: int, note: Path) -> str:
+    """DeepSpeed gives every job of a host port 29500. The ranks of a job share a parent, so they meet in a file."""
+    if rank == 0:
+        port = _free_port(DEFAULT_PORT)
+        if world == 1:
+            return port
+        draft = note.with_suffix(f".{os.getpid()}")
+        draft.write_text(port)
+        draft.replace(note)
+        return port
+    started = time.time()
+    while not (note.exists() and note.stat().st_mtime > started - 300):
+        if time.time() - started > 300:
+            raise UserError(f"the first rank did not say which port it took (no file {note}).")
+        time.sleep(0.05)
+    return note.read_text()
+
+
+def _free_port(wanted: str) -> str:
+    for port in (int(wanted), 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return str(probe.getsockname()[1])
+            except OSError:
+                continue
+    raise UserError("no free port on this machine.")
+
+
+def all_sum(values, ranks: Ranks):
+    """Sum over all ranks of a small float64 vector; returns a numpy array."""
+    import torch
+    import torch.distributed as dist
+
+    vector = torch.as_tensor(values, dtype=torch.float64, device=ranks.device).clone()
+    if ranks.world > 1:
+        dist.all_reduce(vector)
+    return vector.cpu().numpy()
+
+
+def from_first(value, ranks: Ranks):
+    """The first rank's Python value on every rank."""
+    import torch.distributed as dist
+
+    box = [value]
+    if ranks.world > 1:
+        dist.broadcast_object_list(box, src=0, device=ranks.device)
+    return box[0]
+
+
+def memory_gb(ranks: Ranks) -> dict:
+    """Peak memory of this process: on the card, or resident on a CPU machine."""
+    if ranks.device.type != "cpu":
+        from deepspeed.accelerator import get_accelerator
+
+        return {"vram_gb": round(get_accelerator().max_memory_allocated() / 2**30, 3)}
+    import resource
+
+    return {"rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)}

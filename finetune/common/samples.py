@@ -1,0 +1,77 @@
+"""Samples without idle ranks: texts are dealt to all ranks, and a separate low-priority process decodes them.
+
+A training process never loads a codec: it writes codes (.npy) and facts (.json); data/decode.py makes the audio.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from common.runtime import Ranks
+
+DECODER = Path(__file__).resolve().parents[2] / "data" / "decode.py"
+
+
+def take_samples(prompts: list[dict], speak, folder: Path, ranks: Ranks, all_ranks_must_join: bool) -> list[Path]:
+    """Speaks this rank's share of `prompts` ({"name", "text", ...}); returns the files of codes it wrote.
+
+    `speak(prompts)` returns codes and facts a prompt. There is no barrier: the next collective is the next training
+    step. A failure is printed and never stops training. Under ZeRO-3 every rank must run the model, so a rank
+    without a prompt speaks the first one and throws it away.
+    """
+    mine = prompts[ranks.rank :: ranks.world]
+    if not mine and not all_ranks_must_join:
+        return []
+    try:
+        spoken = speak(mine or prompts[:1])
+    except Exception as error:  # whatever a model does while speaking, the training goes on
+        print(f"warning: rank {ranks.rank} could not make samples: {error!r}", flush=True)
+        return []
+    return [write_codes(folder, prompt, codes, facts) for prompt, (codes, facts) in zip(mine, spoken, strict=False)]
+
+
+def write_codes(folder: Path, prompt: dict, codes: np.ndarray, facts: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{prompt['name']}.npy"
+    np.save(path, codes, allow_pickle=False)
+    path.with_suffix(".json").write_text(json.dumps(prompt | facts, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def start_decoder(files: list[Path], codec: str, board: Path, step: int) -> subprocess.Popen | None:
+    """Turns codes into .wav and .png in the background; its output goes to decode.log beside them."""
+    if not files:
+        return None
+    with open(files[0].parent / "decode.log", "a") as log:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                DECODER,
+                "--codec-weights",
+                codec,
+                "--tensorboard",
+                board,
+                "--step",
+                str(step),
+                *files,
+            ],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: os.nice(19),
+        )
+
+
+def wait_for(decoders: list) -> None:
+    for decoder in decoders:
+        if decoder and decoder.wait():
+            print(f"warning: decoding samples failed; see {decoder.args[-1].parent}/decode.log", flush=True)
+
+
+def repeat_share(codes: np.ndarray) -> float:
+    """Share of frames equal to the one before: near 1 the model hangs on one sound."""
+    return float((codes[1:] == codes[:-1]).all(axis=1).mean()) if len(codes) > 1 else 0.0

@@ -1,0 +1,82 @@
+"""What a run writes down: metrics.jsonl (the record), TensorBoard (the same values) and one line a step."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from common.runtime import Ranks, say
+
+
+class Tracker:
+    """Writes on the first rank only; every method may be called on all ranks."""
+
+    def __init__(self, folder: Path, ranks: Ranks, steps: int):
+        self.ranks, self.steps = ranks, steps
+        self.path = folder / "metrics.jsonl"
+        self.started = self.first_step = None
+        self.board = None
+        if ranks.first:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder.mkdir(parents=True, exist_ok=True)
+            self.board = SummaryWriter(str(folder / "tensorboard"))
+
+    def forget_after(self, step: int) -> None:
+        """Drops what a killed process logged after the checkpoint that the run now goes on from."""
+        if self.ranks.first and self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if _step_of(line) <= step]
+            draft = self.path.with_suffix(".tmp")
+            draft.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(draft, self.path)
+
+    def event(self, name: str, step: int, **values) -> None:
+        self._write({"event": name, "step": step, **values})
+        self._plot(f"{name}/", step, values)
+
+    def step(self, step: int, values: dict) -> None:
+        """One optimizer step, numbered from 1."""
+        self._write({"step": step, **values})
+        self._plot("train/", step, values)
+        if self.first_step is None:
+            self.started, self.first_step = time.monotonic(), step
+            left = "?"
+        else:
+            pace = (time.monotonic() - self.started) / (step - self.first_step)
+            left = _clock(pace * (self.steps - step))
+        memory = values.get("vram_gb", values.get("rss_gb"))
+        wait = 100 * values["data_wait_s"] / max(values["step_s"], 1e-9)
+        say(
+            f"step {step:>6}/{self.steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}"
+            f"  norm {values['grad_norm']:.3f}  {values['tokens_per_s']:>7.0f} tok/s"
+            f"  pad {100 * values['padding']:.1f}%  wait {wait:.1f}%  {memory:.2f} GB  left {left}"
+        )
+
+    def close(self) -> None:
+        if self.board:
+            self.board.close()
+
+    def _write(self, record: dict) -> None:
+        if self.ranks.first:
+            with open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+    def _plot(self, prefix: str, step: int, values: dict) -> None:
+        if self.board:
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    self.board.add_scalar(prefix + name, value, step)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line that a kill cut short
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -110,12 +110,9 @@ def lora_groups(model_config) -> dict[str, tuple[str, int]]:
 
 def build_model(config: Config, ds: dict, tag_map: dict[str, int]) -> PeftModel:
     """The frozen base with LoRA on the named groups. Under ZeRO-3 it is built sharded, never whole on a rank."""
-    if stage_of(ds) == 3:
-        if config.load_in != "full":
-            raise UserError(f"--load-in {config.load_in} needs ZeRO-2: a quantised base cannot be sharded.")
-        from transformers.integrations import HfDeepSpeedConfig
-
-        build_model.zero3 = HfDeepSpeedConfig(ds)  # from_pretrained shards while this object lives
+    if stage_of(ds) == 3 and config.load_in != "full":
+        raise UserError(f"--load-in {config.load_in} needs ZeRO-2: a quantised base cannot be sharded.")
+    engine.build_sharded(ds)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     model = dia.load_dia(config.model, dtype, quantization(config, dtype))
     names = [name for group in config.lora_groups for name in PRESETS.get(group, [group])]

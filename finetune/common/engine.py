@@ -8,8 +8,15 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
 from common.config import RunConfig
-from common.ds_config import offloads_optimizer
+from common.ds_config import offloads_optimizer, stage_of
 from common.optim import build_optimizer, decay_groups
+
+
+def build_sharded(ds: dict) -> None:
+    """Under ZeRO-3, from_pretrained then hands each rank its share of every weight instead of a whole model."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    build_sharded.alive = HfDeepSpeedConfig(ds) if stage_of(ds) == 3 else None  # transformers keeps a weak reference
 
 
 class LossModule(nn.Module):

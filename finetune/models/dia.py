@@ -155,8 +155,8 @@ class Clips:
             longest = int(np.argmax(whole))
             if config.over_long == "error":
                 raise UserError(
-                    f"{tokens.folder}: clip {tokens.id(longest)!r} takes {whole[longest]} positions, over the limit of"
-                    f" {window} (--max-seconds and the model's own); use --over-long drop, or crop for tag prompts."
+                    f"{tokens.folder}: clip {tokens.id(longest)!r} takes {whole[longest]} positions, over the limit"
+                    f" of {window} (--max-seconds and the model's own); use --over-long drop, or crop for tag prompts."
                 )
             self.kept = np.flatnonzero(whole <= window)
             self.dropped = len(tokens) - len(self.kept)

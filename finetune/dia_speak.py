@@ -1,0 +1,135 @@
+"""Speak a text with Dia and an adapter that dia_lora.py trained, or merge the adapter into a plain model folder.
+
+python finetune/dia_speak.py --adapter runs/my-voice/export --text "[S1] Hello." --wav hello.wav
+python finetune/dia_speak.py --adapter runs/my-voice/export --merge my-voice-dia
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common.config import EXIT_USER_ERROR, UserError
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--adapter", required=True, help="folder that dia_lora.py exported")
+    parser.add_argument("--model", help="base model; default: the one the adapter names")
+    parser.add_argument("--text", help="what to say")
+    parser.add_argument("--wav", help="where to write the sound")
+    parser.add_argument("--codec", default="descript/dac_44khz", help="DAC: hub id or folder (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="longest output (default: %(default)s)")
+    parser.add_argument("--greedy", action="store_true", help="most likely codes instead of sampling")
+    parser.add_argument("--temperature", type=float, default=1.3, help="at least 1 (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
+    parser.add_argument("--top-k", type=int, default=45, help="default: %(default)s")
+    parser.add_argument("--guidance", type=float, default=3.0, help="1 = off (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--merge", help="write base + adapter as one model folder instead of speaking")
+    return parser.parse_args()
+
+
+def load_tuned(adapter: Path, base: str | None):
+    """Base model with its adapter, fp32, and the adapter's tag map."""
+    import torch
+    from peft import PeftModel
+
+    from models.dia import load_dia
+
+    try:
+        facts = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(f"--adapter {adapter} holds no readable adapter_config.json.") from None
+    tags = adapter / "tag_map.json"
+    tag_map = json.loads(tags.read_text(encoding="utf-8")) if tags.exists() else {}
+    model = load_dia(base or facts["base_model_name_or_path"], torch.float32)
+    return PeftModel.from_pretrained(model, str(adapter)).eval(), tag_map
+
+
+def merge(adapter: Path, base: str | None, out: Path) -> None:
+    """Base + adapter as a folder that DiaForConditionalGeneration.from_pretrained loads; whole or absent."""
+    from common.checkpoint import write_json
+    from common.runs import fresh
+
+    if out.exists():
+        raise UserError(f"--merge {out} exists already.")
+    model, tag_map = load_tuned(adapter, base)
+    source = base or model.peft_config["default"].base_model_name_or_path
+    draft = out.with_name(f".{out.name}.tmp")
+    fresh(draft)
+    model.merge_and_unload().save_pretrained(str(draft))
+    write_json(draft / "tag_map.json", tag_map)
+    copy_processor(source, draft)
+    draft.rename(out)
+    print(f"merged model in {out}")
+
+
+def copy_processor(source: str, out: Path) -> None:
+    """Tokenizer and feature extractor of the base, so that the folder is complete by itself."""
+    from transformers import AutoFeatureExtractor, DiaTokenizer
+
+    local = Path(source).is_dir()
+    DiaTokenizer.from_pretrained(source, local_files_only=local).save_pretrained(str(out))
+    AutoFeatureExtractor.from_pretrained(source, local_files_only=local).save_pretrained(str(out))
+
+
+def say_text(args) -> None:
+    import numpy as np
+
+    from models.dia import layout_of, speak, text_bytes
+
+    if args.temperature < 1:
+        raise UserError(f"--temperature {args.temperature:g}: Dia samples at 1 or above.")
+    if args.guidance < 1:
+        raise UserError(f"--guidance {args.guidance:g} must be 1 (off) or above.")
+    model, tag_map = load_tuned(Path(args.adapter), args.model)
+    limit = layout_of(model.get_base_model().config).max_text
+    ids = text_bytes(args.text, tag_map, "--text")
+    if not 0 < len(ids) <= limit:
+        raise UserError(f"--text has {len(ids)} bytes; the model takes 1 to {limit}.")
+    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    if args.guidance > 1:
+        sampling["guidance_scale"] = args.guidance
+    rate = codec_frame_rate(args.codec)
+    [(codes, ended)] = speak(model, [ids], int(args.seconds * rate), args.seed, **({} if args.greedy else sampling))
+    if not len(codes):
+        raise UserError("the model ended at once and said nothing; try another --seed or a longer --text.")
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "speech.npy"
+        np.save(file, codes, allow_pickle=False)
+        decoder = Path(__file__).resolve().parents[1] / "data" / "decode.py"
+        done = subprocess.run([sys.executable, decoder, "--codec-weights", args.codec, file], check=False)
+        if done.returncode:
+            raise UserError(f"--codec {args.codec} could not decode the speech; see its message above.")
+        Path(args.wav).write_bytes(file.with_suffix(".wav").read_bytes())
+    print(f"{len(codes) / rate:.2f} s in {args.wav}{'' if ended else ' (cut at --seconds)'}")
+
+
+def codec_frame_rate(codec: str) -> float:
+    from transformers import DacConfig
+
+    config = DacConfig.from_pretrained(codec, local_files_only=Path(codec).is_dir())
+    return config.sampling_rate / config.hop_length
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        if args.merge:
+            merge(Path(args.adapter), args.model, Path(args.merge))
+        elif args.text and args.wav:
+            say_text(args)
+        else:
+            raise UserError("give --text and --wav to speak, or --merge to write a model folder.")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

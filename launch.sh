@@ -102,7 +102,7 @@ run_recipe() {
     scratch=$(mktemp -d)
     export AUDIO_FINETUNE_OUTCOME=$scratch/outcome
 
-    setsid "$venv/bin/deepspeed" --num_accelerators "${ranks:-$gpus}" --master_port "$(free_port)" \
+    setsid "$venv/bin/deepspeed" --quiet --num_accelerators "${ranks:-$gpus}" --master_port "$(free_port)" \
         "$root/finetune/$recipe.py" "${arguments[@]}" &
     runner=$!
     # shellcheck disable=SC2064  # the process id is known now

@@ -223,7 +223,7 @@ def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
 
     torch.manual_seed(SEED)
     # Widths this small need a larger scale than the real model's 0.02, or the signal dies on its way.
-    scale = 0.1
+    scale = 0.04
     encoder = DiaEncoderConfig(
         num_hidden_layers=2,
         hidden_size=32,

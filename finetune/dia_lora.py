@@ -240,7 +240,8 @@ def export(engine_, config: Config, folder: Path, tag_map: dict, ranks: Ranks) -
 # ---- training --------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, ranks: Ranks, ds: dict) -> None:
+def train(config: Config, ranks: Ranks, ds: dict):
+    """The whole run; returns the engine with its trained weights."""
     stage, folder = stage_of(ds), runs.run_folder(config, "dia_lora", ranks)
     if not config.model:
         assets = runs.demo_assets(ranks)
@@ -271,7 +272,8 @@ def train(config: Config, ranks: Ranks, ds: dict) -> None:
     average = engine.Average(ds_engine, config.ema)
     to_device = mover(ranks.device)
     if config.dry_run:
-        return dry_run(ds_engine, clips, plan, ranks, to_device)
+        dry_run(ds_engine, clips, plan, ranks, to_device)
+        return ds_engine
     identity = runs.identity(config, stage, ranks, clips.tokens.fingerprint())
     start, best = 0, None
     found = checkpoint.choose(config.resume, folder / "checkpoints", ranks)
@@ -406,6 +408,7 @@ def train(config: Config, ranks: Ranks, ds: dict) -> None:
     tracker.close()
     if ranks.first:
         say(f"adapter  {folder / 'export'}\nsamples  {folder / 'samples'}\nreport   {write_report(folder)}")
+    return ds_engine
 
 
 def check_gradients(ds_engine) -> None:

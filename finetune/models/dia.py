@@ -175,8 +175,8 @@ class Clips:
             if size > limit:
                 if self.config.over_long_text == "error":
                     raise UserError(
-                        f"{self.tokens.folder}: the text of clip {self.tokens.id(i)!r} has {size} bytes, the model takes"
-                        f" {limit}; shorten it or use --over-long-text drop."
+                        f"{self.tokens.folder}: the text of clip {self.tokens.id(i)!r} has {size} bytes, the model"
+                        f" takes {limit}; shorten it or use --over-long-text drop."
                     )
                 too_long.append(i)
         empty = np.flatnonzero(~np.isin(np.arange(len(self.tokens)), self.tokens.long_texts(0)))

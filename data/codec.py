@@ -57,8 +57,7 @@ def find_weights(weights: str) -> Path:
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise UsageError(
-            f"--codec-weights {weights} is neither a path here nor a reachable hub id: "
-            f"{type(error).__name__}: {reason}"
+            f"--codec-weights {weights} is neither a path here nor a reachable hub id: {type(error).__name__}: {reason}"
         ) from None
 
 

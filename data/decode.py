@@ -106,9 +106,7 @@ def write_spectrogram(file: Path, wave, rate: int) -> None:
     mono = mean(wave, axis=0)
     figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
     window = 1024
-    axes.specgram(
-        pad(mono, (0, max(0, window - len(mono)))) + 1e-7, NFFT=window, Fs=rate, noverlap=window * 3 // 4
-    )
+    axes.specgram(pad(mono, (0, max(0, window - len(mono)))) + 1e-7, NFFT=window, Fs=rate, noverlap=window * 3 // 4)
     axes.set(xlabel="seconds", ylabel="Hz", title=file.stem)
     temporary = file.with_name(file.name + ".tmp")
     figure.savefig(temporary, format="png", dpi=100)

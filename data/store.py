@@ -69,9 +69,7 @@ def list_value(column: pa.ListArray, row: int) -> np.ndarray:
 # ---------------------------------------------------------------- a dataset
 
 
-def write_dataset(
-    folder: Path, rows: Iterable[dict], columns: dict[str, str], sums: tuple[str, ...]
-) -> list[dict]:
+def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str], sums: tuple[str, ...]) -> list[dict]:
     """Write the Arrow files and what `load_from_disk` needs; return the file list of dataset.json.
 
     `sums` names the columns whose total per file is recorded (frames, samples).
@@ -154,9 +152,7 @@ def read_dataset_json(folder: Path) -> dict | None:
     except (OSError, ValueError):
         if folder.is_dir() and not any(folder.iterdir()):
             return None
-        raise UsageError(
-            f"--out {folder} exists and is no dataset of ours: give another path or remove it"
-        ) from None
+        raise UsageError(f"--out {folder} exists and is no dataset of ours: give another path or remove it") from None
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -210,17 +206,18 @@ def hash_file(file: Path) -> str:
 
 
 @contextmanager
-def locked(file: Path, waiting: str | None = None) -> Iterator[None]:
-    """Hold a lock file; a second process waits if `waiting` says what for, and is refused otherwise."""
+def locked(file: Path, waiting: str | None = None, shared: bool = False) -> Iterator[None]:
+    """Hold a lock file; a second process waits if `waiting` says what for, and is refused otherwise.
+
+    `shared`: several may hold it together, but none beside an exclusive one.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w") as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             if waiting is None:
-                raise UsageError(
-                    f"another process is writing here (it holds {file}): wait for it or stop it"
-                ) from None
+                raise UsageError(f"another process is writing here (it holds {file}): wait for it or stop it") from None
             print(waiting, flush=True)
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,7 @@
-"""Reading a clip's samples: decoded, checked, mixed and resampled exactly once, here and nowhere later."""
+"""Reading what a clip holds, samples or codes: decoded, checked, mixed, resampled once, here and never later."""
 
 import io
 import struct
-from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +12,7 @@ class Reject(Exception):
     """This clip cannot be used; the message is the reason in rejects.jsonl."""
 
 
-def read_samples(data: bytes, path: Path, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
+def read_samples(data: bytes, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
     """(channels, n) float32 and the sample rate."""
     import soundfile
 
@@ -26,9 +25,7 @@ def read_samples(data: bytes, path: Path, start: float | None, end: float | None
             first = round((start or 0) * rate)
             last = file.frames if end is None else min(round(end * rate), file.frames)
             if first >= last:
-                raise Reject(
-                    f"no samples between start {start} and end {end} ({file.frames / rate:.2f} s long)"
-                )
+                raise Reject(f"no samples between start {start} and end {end} ({file.frames / rate:.2f} s long)")
             file.seek(first)
             wave = file.read(last - first, dtype="float32", always_2d=True).T
     except (soundfile.LibsndfileError, RuntimeError) as error:
@@ -47,7 +44,7 @@ def refuse_truncated_wav(data: bytes) -> None:
             raise Reject(f"truncated wav: {len(data)} of {size + 8} bytes")
 
 
-def prepare(wave: np.ndarray, rate: int, target_rate: int, stereo: bool, min_seconds: float):
+def prepare(wave: np.ndarray, rate: int, target_rate: int, stereo: bool, min_seconds: float, max_seconds: float):
     """(1, n) or, for a stereo job, (2, n) float32 tensor at the codec's rate."""
     import torch
     import torchaudio.functional
@@ -59,8 +56,56 @@ def prepare(wave: np.ndarray, rate: int, target_rate: int, stereo: bool, min_sec
         raise Reject("NaN or infinite samples")
     if samples < min_seconds * rate:
         raise Reject(f"too short: {samples / rate:.3f} s, minimum {min_seconds} s")
+    if samples > max_seconds * rate:
+        raise Reject(f"too long: {samples / rate:.1f} s, maximum {max_seconds:g} s")
     if np.sqrt(np.mean(np.square(wave, dtype=np.float64))) < SILENCE_RMS:
         raise Reject("silence: level below -60 dBFS")
     if not stereo:
         wave = wave.mean(axis=0, keepdims=True)
     return torchaudio.functional.resample(torch.from_numpy(np.ascontiguousarray(wave)), rate, target_rate)
+
+
+def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool) -> np.ndarray:
+    """(T, C) int16 out of an .npy file of [C, T] or a .pt file of (T, C), as earlier trainers wrote them.
+
+    Never by unpickling, never clamped: a code out of range is damage that clamping would hide.
+    """
+    codes = load_array(data)
+    if codes.dtype.kind not in "iu":
+        raise Reject(f"codes are {codes.dtype}, not integers")
+    while codes.ndim > 2 and codes.shape[0] == 1:  # a plain squeeze would also remove T = 1
+        codes = codes[0]
+    counts = (codebooks, 2 * codebooks)
+    if codes.ndim == 2 and data[:6] == b"\x93NUMPY" and codes.shape[0] in counts:
+        codes = codes.T
+    if codes.ndim != 2 or codes.shape[1] not in counts:
+        raise Reject(f"codes of shape {codes.shape} do not fit {codebooks} codebooks")
+    if not stereo and codes.shape[1] != codebooks:
+        raise Reject(f"{codes.shape[1]} channels are stereo codes: add --stereo")
+    if stereo and codes.shape[1] == codebooks:
+        codes = np.concatenate([codes, codes], axis=1)
+    if not len(codes):
+        raise Reject("no frames")
+    if codes.min() < 0 or codes.max() >= codebook_size:
+        bad = codes.min() if codes.min() < 0 else codes.max()
+        raise Reject(f"code {bad} is outside 0..{codebook_size - 1}")
+    return np.ascontiguousarray(codes, dtype=np.int16)
+
+
+def load_array(data: bytes) -> np.ndarray:
+    if not data:
+        raise Reject("empty file")
+    if data[:6] == b"\x93NUMPY":
+        try:
+            return np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise Reject(f"unreadable .npy: {error}") from None
+    import torch
+
+    try:
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise Reject(f"not a plain tensor file ({type(error).__name__}); nothing in it was run") from None
+    if not isinstance(content, torch.Tensor):
+        raise Reject(f"holds a {type(content).__name__}, not a tensor")
+    return content.numpy()

@@ -30,9 +30,7 @@ def test_stereo_blocks_are_left_then_right(decode, tmp_path):
     np.save(tmp_path / "both.npy", both)
     np.save(tmp_path / "right.npy", both[:, 9:])
     assert decode(tmp_path / "both.npy", tmp_path / "right.npy")[0] == 0
-    stereo, right = (
-        soundfile.read(tmp_path / f"{name}.wav", always_2d=True)[0] for name in ("both", "right")
-    )
+    stereo, right = (soundfile.read(tmp_path / f"{name}.wav", always_2d=True)[0] for name in ("both", "right"))
     assert np.array_equal(stereo[:, 1], right[:, 0]) and not np.array_equal(stereo[:, 0], right[:, 0])
 
 

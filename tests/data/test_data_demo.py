@@ -56,10 +56,7 @@ def test_tokens(built):
         assert info["weights"] == str(out / "codec")
         assert len(set(data["speaker"])) == 4 and set(data["split"]) == {split}
         for row in data:
-            assert (
-                row["codes"].size == row["frames"] * 9
-                and 0 <= row["codes"].min() <= row["codes"].max() < 1024
-            )
+            assert row["codes"].size == row["frames"] * 9 and 0 <= row["codes"].min() <= row["codes"].max() < 1024
 
 
 def test_no_trace_of_the_temporary_folder(built):

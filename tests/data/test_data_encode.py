@@ -19,9 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def encode(script, dac):
     def call(source, out, *more):
-        return script(
-            "encode", "--codec", "dac", "--codec-weights", dac, "--source", source, "--out", out, *more
-        )
+        return script("encode", "--codec", "dac", "--codec-weights", dac, "--source", source, "--out", out, *more)
 
     return call
 
@@ -126,11 +124,11 @@ def test_resampled_once_then_a_cache_hit(encode, clip, tmp_path, monkeypatch):
 
 
 def test_only_what_changed_is_encoded_again(encode, clip, tmp_path, monkeypatch):
-    import encode as module
+    import worker
 
     encoded = []
-    real = module.encode_wave
-    monkeypatch.setattr(module, "encode_wave", lambda *args: encoded.append(1) or real(*args))
+    real = worker.encode_samples
+    monkeypatch.setattr(worker, "encode_samples", lambda *args: encoded.append(1) or real(*args))
     for name in "abc":
         clip(tmp_path / f"in/{name}.wav", seed=ord(name))
     assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0

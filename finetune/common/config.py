@@ -112,11 +112,13 @@ def check(config: RunConfig) -> None:
         if getattr(config, name) < low:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is below {low}.")
     for name in ("steps", "warmup", "save_every", "eval_every", "sample_every", "samples", "weight_decay"):
-        if getattr(config, name) < 0:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is negative.")
-    if config.clip <= 0:
+        if not getattr(config, name) >= 0:  # so written, a NaN is refused too
+            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is negative or no number.")
+    if not config.clip > 0:
         raise UserError(f"--clip {config.clip:g} must be above 0 (use a large value to never clip).")
-    if config.steps == 0 and config.epochs <= 0:
+    if config.steps == 0 and not 0 < config.epochs < float("inf"):
         raise UserError(f"--epochs {config.epochs:g} gives no steps; set --steps or --epochs above 0.")
+    if not 0 <= config.min_lr_ratio <= 1:
+        raise UserError(f"--min-lr-ratio {config.min_lr_ratio:g} must be between 0 and 1.")
     if not 0 <= config.ema < 1:
         raise UserError(f"--ema {config.ema:g} must be at least 0 and below 1.")

@@ -1,0 +1,173 @@
+"""Flags to config and back."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from common.config import EXIT_USER_ERROR, RunConfig, flag, parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Every flag of dia_lora.py. A change here changes users' commands: make it on purpose, and say so in the README.
+DIA_LORA_FLAGS = """
+    --ds --deepspeed_config --model --data --eval-data --out --resume --dry-run --no-dry-run
+    --verify-data --no-verify-data
+    --steps --epochs --lr --warmup --min-lr-ratio --micro-tokens --accumulation --seed
+    --optimizer --weight-decay --clip --ema --precision --gradient-checkpointing --no-gradient-checkpointing
+    --max-skips
+    --save-every --keep --eval-every --sample-every --samples --export --no-export
+    --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
+    --load-in --text-mode --tag-dropout --tag-limit --tag-map --allow-empty-text --no-allow-empty-text
+    --over-long-text --max-seconds --over-long --uncond --uncond-scope --channel-weights --eos-weight
+    --sample-frames
+""".split()
+
+
+@dataclass
+class Config(RunConfig):
+    groups: list[str] = flag(["a", "b"], "a list")
+    sizes: list[int] = flag([], "a list of numbers")
+    mode: Literal["one", "two"] = flag("one", "a choice")
+    fast: bool = flag(True, "a switch that is on")
+
+
+def parse(*argv, **options) -> Config:
+    return parse_args(Config, "doc", list(argv), **options)
+
+
+def refused(capsys, *argv, code=EXIT_USER_ERROR) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == code
+    return capsys.readouterr().err
+
+
+def test_no_flags_give_the_dataclass_defaults():
+    assert parse() == Config()
+
+
+def test_every_field_is_a_flag_that_sets_it():
+    other = {str: "x", int: 7, float: 0.5, bool: True}
+    special = {"lr": 2e-4, "resume": "never"}
+    for item in dataclasses.fields(Config):
+        if item.type in other and item.name not in ("model", "data"):
+            value = special.get(item.name, other[item.type])
+            name = item.name.replace("_", "-")
+            words = [f"--{name}"] if value is True else [f"--{name}", str(value)]
+            assert getattr(parse(*words), item.name) == value
+
+
+def test_lists_take_several_values_none_or_their_default():
+    assert parse("--groups", "x", "y", "z").groups == ["x", "y", "z"]
+    assert parse("--groups").groups == []
+    assert parse("--sizes", "1", "20").sizes == [1, 20]
+    changed = parse()
+    changed.groups.append("c")
+    assert parse().groups == ["a", "b"], "one config's list must not be another's default"
+
+
+def test_a_switch_can_be_turned_on_and_off():
+    assert parse("--no-fast").fast is False
+    assert parse("--dry-run").dry_run is True
+    assert parse("--dry-run", "--no-dry-run").dry_run is False
+
+
+def test_a_choice_outside_the_list_is_refused_with_the_list(capsys):
+    assert parse("--mode", "two").mode == "two"
+    message = refused(capsys, "--mode", "three")
+    assert "one" in message and "two" in message
+
+
+@pytest.mark.parametrize("name", ["--ds", "--deepspeed_config"])
+def test_the_ds_file_has_two_names(name):
+    assert parse(name, "a.json").ds == "a.json"
+
+
+@pytest.mark.parametrize("word", ["--local_rank=1", "--local-rank=1"])
+def test_local_rank_of_old_launchers_is_ignored(word, capsys):
+    assert parse(word) == Config()
+    assert "local" not in refused(capsys, "--help", code=0)
+
+
+@pytest.mark.parametrize("word", ["--accum=2", "--nonsense", "stray"])
+def test_unknown_and_abbreviated_flags_are_refused(word, capsys):
+    assert word.split("=")[0] in refused(capsys, word)
+
+
+def test_demo_values_lie_between_default_and_flag():
+    demo = {"steps": 120, "lr": 1e-3, "groups": ["demo"]}
+    config = parse("--steps", "5", demo=demo)
+    assert (config.steps, config.lr, config.groups, config.warmup) == (5, 1e-3, ["demo"], Config().warmup)
+    real = parse("--model", "m", "--data", "d", demo=demo)
+    assert (real.steps, real.lr, real.groups) == (0, Config().lr, ["a", "b"])
+
+
+@pytest.mark.parametrize("lr", ["0", "1e-12", "10", "nan", "-0.1"])
+def test_a_learning_rate_that_cannot_train_is_refused_in_one_sentence(lr, capsys):
+    message = refused(capsys, "--lr", lr)
+    assert message.startswith("error: --lr ") and message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "m"),
+        ("--data", "d"),
+        ("--accumulation", "0"),
+        ("--micro-tokens", "0"),
+        ("--keep", "1"),
+        ("--steps", "-1"),
+        ("--warmup", "-1"),
+        ("--clip", "0"),
+        ("--clip", "nan"),
+        ("--epochs", "0"),
+        ("--ema", "1"),
+        ("--min-lr-ratio", "-0.1"),
+        ("--min-lr-ratio", "1.5"),
+        ("--weight-decay", "nan"),
+    ],
+)
+def test_values_that_cannot_train_are_refused_by_the_flag_name(words, capsys):
+    message = refused(capsys, *words)
+    assert words[0] in message and message.count("\n") == 1
+
+
+def test_help_of_dia_lora_is_quick_and_loads_no_torch():
+    probe = (
+        "import runpy, sys\n"
+        "sys.argv = ['dia_lora.py', '--help']\n"
+        "sys.path.insert(0, 'finetune')\n"
+        "try:\n    runpy.run_path('finetune/dia_lora.py', run_name='__main__')\n"
+        "except SystemExit as stop:\n    assert stop.code == 0\n"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'numpy', 'dac', 'torchaudio'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 2
+    assert "--lora-rank" in done.stdout
+
+
+def test_the_flags_of_dia_lora_are_these(monkeypatch):
+    import argparse
+
+    import dia_lora
+
+    seen = []
+    real = argparse.ArgumentParser.parse_args
+
+    def spy(parser, *rest):
+        seen.extend(word for action in parser._actions for word in action.option_strings)
+        return real(parser, *rest)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", spy)
+    parse_args(dia_lora.Config, "doc", [])
+    hidden = {"-h", "--help", "--local_rank", "--local-rank"}
+    assert [word for word in seen if word not in hidden] == DIA_LORA_FLAGS

@@ -25,6 +25,11 @@ def read_ds(path: str) -> dict:
 def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
     """Fills what the script decides; a value in the JSON that contradicts a flag is an error naming both."""
     ds = read_ds(path)
+    for section in ("bf16", "fp16", "zero_optimization"):
+        if ds.get(section) == "auto":
+            del ds[section]
+        if not isinstance(ds.get(section, {}), dict):
+            raise UserError(f"{path} sets {section} to {json.dumps(ds[section])}; it must be an object.")
     # Micro-batches are cut by --micro-tokens, so DeepSpeed's count of samples is nominal: one a micro-batch.
     owned = {
         "train_micro_batch_size_per_gpu": (1, "--micro-tokens (which cuts micro-batches by length)"),

@@ -1,0 +1,119 @@
+"""The DeepSpeed JSON against the flags."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.config import RunConfig, UserError
+from common.ds_config import offloads_optimizer, resolve_ds, stage_of
+
+FILES = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
+
+
+def resolve(tmp_path, content, world=2, **flags):
+    path = tmp_path / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return resolve_ds(str(path), RunConfig(**flags), world)
+
+
+def leaves(value, path=""):
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}")
+    else:
+        yield path, value
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_every_shipped_file_resolves_with_no_auto_left(file, precision):
+    ds = resolve_ds(str(file), RunConfig(precision=precision, accumulation=3, clip=0.5), 4)
+    assert not [path for path, value in leaves(ds) if value == "auto"]
+    assert ds["train_batch_size"] == 12 and ds["gradient_accumulation_steps"] == 3
+    assert ds["train_micro_batch_size_per_gpu"] == 1
+    assert ds["gradient_clipping"] == 0.5
+    assert ds["bf16"]["enabled"] is (precision == "bf16") and ds["fp16"]["enabled"] is False
+    assert stage_of(ds) == int(file.stem[4]) and offloads_optimizer(ds) == ("offload" in file.stem)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_deepspeed_itself_accepts_the_resolved_file(file):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    ds = DeepSpeedConfig(resolve_ds(str(file), RunConfig(precision="bf16"), 1))
+    assert ds.zero_config.stage == int(file.stem[4])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_the_hf_trainer_fills_the_same_files(file, tmp_path):
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=2, use_cpu=True)
+    ds = HfTrainerDeepSpeedConfig(str(file))
+    ds.trainer_config_process(arguments)
+    assert ds.config["train_micro_batch_size_per_gpu"] == 2
+    assert ds.is_zero3() == ("zero3" in file.stem)
+
+
+def test_repository_files_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert stage_of(resolve_ds("ds_configs/zero3.json", RunConfig(), 1)) == 3
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(UserError, match="--ds nowhere/x.json: no such file"):
+        resolve_ds("nowhere/x.json", RunConfig(), 1)
+
+
+@pytest.mark.parametrize("content", ['{"bf16": ', "", "[1, 2]", "3", "\x00\x01"])
+def test_a_file_that_is_no_json_object_is_refused(content, tmp_path):
+    with pytest.raises(UserError, match="ds.json (is not valid JSON|must hold a JSON object)"):
+        resolve(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"gradient_accumulation_steps": 4}, ["gradient_accumulation_steps to 4", "--accumulation 2"]),
+        ({"gradient_clipping": 0.1}, ["gradient_clipping to 0.1", "--clip 1"]),
+        ({"bf16": {"enabled": False}}, ["bf16.enabled to false", "--precision bf16"]),
+        ({"fp16": {"enabled": True}}, ["fp16.enabled to true", "--precision bf16"]),
+        ({"train_batch_size": 32}, ["train_batch_size to 32", "--accumulation x 2 ranks", "4"]),
+        ({"train_micro_batch_size_per_gpu": 8}, ["train_micro_batch_size_per_gpu to 8", "--micro-tokens"]),
+    ],
+)
+def test_a_contradiction_names_both_sides(content, words, tmp_path):
+    with pytest.raises(UserError) as error:
+        resolve(tmp_path, content, accumulation=2)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_value_that_agrees_with_the_flags_is_accepted(tmp_path):
+    content = {"gradient_accumulation_steps": 2, "gradient_clipping": 1, "bf16": {"enabled": True}}
+    content |= {"train_batch_size": 4}
+    assert resolve(tmp_path, content, accumulation=2)["gradient_clipping"] == 1
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_section_that_the_flags_decide_is_refused(section, tmp_path):
+    with pytest.raises(UserError, match=f"section '{section}'"):
+        resolve(tmp_path, {section: {"type": "AdamW"}})
+    assert section not in resolve(tmp_path, {section: "auto"})
+
+
+@pytest.mark.parametrize("stage", [4, -1, "two", None, 2.5])
+def test_a_stage_that_does_not_exist_is_refused(stage, tmp_path):
+    with pytest.raises(UserError, match="zero_optimization.stage"):
+        resolve(tmp_path, {"zero_optimization": {"stage": stage}})
+
+
+@pytest.mark.parametrize("content", [{"bf16": True}, {"zero_optimization": 2}, {"fp16": None}])
+def test_a_section_that_is_no_object_is_named(content, tmp_path):
+    with pytest.raises(UserError, match=next(iter(content))):
+        resolve(tmp_path, content)
+
+
+def test_without_a_zero_section_nothing_is_sharded(tmp_path):
+    assert stage_of(resolve(tmp_path, {})) == 0

@@ -11,6 +11,7 @@ import numpy as np
 
 def key64(*key) -> int:
     """64 bits from the key. repr() separates 1 from "1" and (1, 23) from (12, 3)."""
+    key = tuple(part.item() if isinstance(part, np.generic) else part for part in key)  # np.int64(1) is 1
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 

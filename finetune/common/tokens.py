@@ -24,7 +24,15 @@ class TokenDataset:
 
         from datasets import load_from_disk
 
-        table = load_from_disk(str(self.folder)).data
+        try:
+            loaded = load_from_disk(str(self.folder))
+        except Exception as error:  # whatever it trips over: state.json, dataset_info.json or an Arrow file
+            raise UserError(f"{folder} cannot be read ({type(error).__name__}); encode or copy it again.") from None
+        listed = {(self.folder / file["name"]).resolve() for file in self.info["files"]}
+        for file in loaded.cache_files:
+            if Path(file["filename"]).resolve() not in listed:
+                raise UserError(f"{file['filename']} is part of the dataset but not listed in its dataset.json.")
+        table = loaded.data
         missing = {"id", "text", "codes", "frames"} - set(table.column_names)
         if missing:
             raise UserError(f"{folder}: the dataset lacks the column(s) {', '.join(sorted(missing))}.")
@@ -113,6 +121,8 @@ def _read_info(folder: Path) -> dict:
 
 def _check_sizes(folder: Path, info: dict) -> None:
     for file in info["files"]:
+        if Path(file["name"]).name != file["name"]:
+            raise UserError(f"{folder}/dataset.json lists {file['name']!r}, which is not in the dataset's folder.")
         path = folder / file["name"]
         size = path.stat().st_size if path.is_file() else None
         if size != file["bytes"]:
@@ -122,11 +132,14 @@ def _check_sizes(folder: Path, info: dict) -> None:
 
 def _flat_views(column, channels: int, frames: np.ndarray, dataset: TokenDataset):
     """Per Arrow chunk its flat values; per clip its chunk and where it starts in there."""
+    if not len(column):
+        raise UserError(f"{dataset.folder} holds no clip.")
     values, chunk_of, starts = [], [], []
     for number, chunk in enumerate(column.chunks):
+        kind = getattr(chunk.type, "value_type", chunk.type)
+        if kind != "int16" or chunk.values.null_count:
+            raise UserError(f"{dataset.folder}: codes are {kind} lists{', with gaps' * (kind == 'int16')}, not int16.")
         values.append(chunk.values.to_numpy(zero_copy_only=True))
-        if values[-1].dtype != np.int16:
-            raise UserError(f"{dataset.folder}: codes are {values[-1].dtype}, not int16.")
         offsets = chunk.offsets.to_numpy()
         first = sum(map(len, starts))
         wrong = np.flatnonzero(np.diff(offsets) != frames[first : first + len(chunk)].astype(np.int64) * channels)

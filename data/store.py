@@ -22,7 +22,7 @@ from usage import UsageError
 ROWS_PER_BATCH = 512
 BYTES_PER_FILE = 500_000_000
 LISTS = "int16 list"  # column type of codes and samples; every other type is the name of an Arrow type
-ARROW_TYPES = {LISTS: pa.list_(pa.int16()), "string": pa.string(), "int32": pa.int32()}
+ARROW_TYPES = {LISTS: pa.list_(pa.int16()), "string": pa.string(), "int32": pa.int32(), "float32": pa.float32()}
 
 
 # ---------------------------------------------------------------- Arrow files
@@ -113,6 +113,26 @@ def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str], s
     return files
 
 
+def read_rows(folder: Path, info: dict) -> Iterator[dict]:
+    """Every row of a dataset in order; list columns come as NumPy views."""
+    for entry in info["files"]:
+        for batch in read_arrow(folder / entry["name"]):
+            columns = {}
+            for name in batch.schema.names:
+                column = batch.column(name)
+                is_list = pa.types.is_list(column.type)
+                columns[name] = [list_value(column, i) for i in range(len(batch))] if is_list else column.to_pylist()
+            for values in zip(*columns.values(), strict=True):
+                yield dict(zip(columns, values, strict=True))
+
+
+def arrow_columns(folder: Path, info: dict) -> dict[str, str]:
+    """The columns of a dataset in the terms of write_dataset."""
+    schema = read_arrow(folder / info["files"][0]["name"])[0].schema
+    names = {kind: name for name, kind in ARROW_TYPES.items()}
+    return {field.name: LISTS if pa.types.is_list(field.type) else names[field.type] for field in schema}
+
+
 def batched(rows: Iterable[dict], size: int) -> Iterator[list[dict]]:
     group = []
     for row in rows:
@@ -141,6 +161,14 @@ def read_jsonl(file: Path) -> Iterator[dict]:
             for line in stream:
                 if line.endswith("\n"):
                     yield json.loads(line)
+
+
+def open_dataset(folder: Path) -> dict:
+    """dataset.json of a finished dataset, which must be there."""
+    info = read_dataset_json(folder) if folder.is_dir() else None
+    if info is None:
+        raise UsageError(f"{folder} is no dataset (it has no dataset.json): make one with data/encode.py")
+    return info
 
 
 def read_dataset_json(folder: Path) -> dict | None:

@@ -1,0 +1,277 @@
+"""Noisy and clean speech -> aligned int16 pairs on disk, for the enhancers.
+
+    python data/pairs.py --clean train/clean --noisy train/noisy --out pairs/train
+    python data/pairs.py --clean speech --noise noises --snr -5:15 --out pairs/mixed
+
+Files belong together by their relative name without the suffix. Everything is mixed to mono and resampled
+once, here. With --noise every clean file gets a noise, a place in it and a level by a key of --seed and its
+name, so that the same command makes the same mixtures anywhere.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from sources import AUDIO_SUFFIXES, walk
+from usage import UsageError, run
+from waveform import Reject, prepare, read_samples
+
+COLUMNS = {"id": "string", "noisy": "int16 list", "clean": "int16 list", "samples": "int32"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    id: str
+    clean: Path
+    other: Path | None  # the noisy file, or the noise to mix in; None: there is none
+
+
+@dataclass(frozen=True)
+class Settings:
+    sample_rate: int
+    snr: tuple[float, float] | None  # None: the noisy files are given
+    seed: int
+    min_seconds: float
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--clean", required=True, type=Path, help="folder of clean speech")
+    add("--noisy", type=Path, help="folder with the same names, noisy")
+    add("--noise", type=Path, help="folder of noises to mix in, instead of --noisy")
+    add("--snr", type=snr_range, metavar="LO:HI", help="with --noise: signal-to-noise ratio in dB, such as -5:15")
+    add("--out", required=True, type=Path, help="folder of the dataset")
+    add("--sample-rate", type=int, default=16000, help="in Hz (default: 16000)")
+    add("--seed", type=int, default=0, help="of the mixtures (default: 0)")
+    add("--min-seconds", type=float, default=0.4, help="shorter clips are rejected (default: 0.4)")
+    add("--max-reject", type=float, default=0.01, help="share of rejects that is a success (default: 0.01)")
+    add("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))), help="processes (default: cores, up to 8)")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "--snr" in argv[:-1]:  # argparse would take the minus of "--snr -5:15" for a flag
+        place = argv.index("--snr")
+        argv[place : place + 2] = [f"--snr={argv[place + 1]}"]
+    args = parser.parse_args(argv)
+    if (args.noisy is None) == (args.noise is None):
+        parser.error("give either --noisy or --noise")
+    if (args.noise is None) != (args.snr is None):
+        parser.error("--noise and --snr belong together")
+    return args
+
+
+def snr_range(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError:
+        low, high = 1.0, 0.0
+    if not -100 <= low <= high <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not LO:HI in dB with LO <= HI")
+    return low, high
+
+
+def main() -> int:
+    import store
+
+    args = parse_args()
+    settings = Settings(args.sample_rate, args.snr, args.seed, args.min_seconds)
+    pairs = find_pairs(args.clean, args.noisy) if args.noisy else find_mixtures(args.clean, args.noise, args.seed)
+    out = args.out.absolute()
+    work = out.with_name(out.name + ".work")
+    with store.clear_disk_errors(out), store.locked(work / "lock"):
+        store.restore_interrupted_publish(out)
+        info = store.read_dataset_json(out)
+        if info and info.get("kind") != "pairs":
+            raise UsageError(f"--out {out} holds another kind of dataset: give another path or remove it")
+        key = pairs_key(pairs, settings)
+        if info and info["key"] == key:
+            print(f"nothing to do: {out} holds these {len(pairs)} pairs with these settings (cache hit)")
+            rejected = sum(1 for _ in store.read_jsonl(out / "rejects.jsonl"))
+        else:
+            rejected = write_pairs(pairs, settings, key, work, out, args.workers)
+        shutil.rmtree(work, ignore_errors=True)
+    if rejected:
+        print(f"{rejected} of {len(pairs)} pairs rejected, see {out / 'rejects.jsonl'}")
+    if rejected > args.max_reject * len(pairs):
+        share = f"{rejected / len(pairs):.1%} of the pairs rejected"
+        print(f"error: {share}, over --max-reject {args.max_reject:.1%}", file=sys.stderr)
+        return 1
+    return 0
+
+
+# ---------------------------------------------------------------- which files
+
+
+def audio_files(folder: Path, flag: str) -> dict[str, Path]:
+    """id -> file; refuses two files of one name."""
+    if not folder.is_dir():
+        raise UsageError(f"{flag} {folder} is not a folder")
+    files = {}
+    for file in walk(folder):
+        if file.suffix.lower() in AUDIO_SUFFIXES:
+            id = file.relative_to(folder).with_suffix("").as_posix()
+            if id in files:
+                raise UsageError(f"two files have the name {id}: {files[id]} and {file}")
+            files[id] = file
+    if not files:
+        raise UsageError(f"no audio files found in {flag} {folder}")
+    return files
+
+
+def find_pairs(clean: Path, noisy: Path) -> list[Pair]:
+    clean_files, noisy_files = audio_files(clean, "--clean"), audio_files(noisy, "--noisy")
+    lonely = sorted(noisy_files.keys() - clean_files.keys())
+    if lonely:
+        print(f"{len(lonely)} noisy files have no clean one and are left out: {', '.join(lonely[:5])}")
+    return [Pair(id, file, noisy_files.get(id)) for id, file in sorted(clean_files.items())]
+
+
+def find_mixtures(clean: Path, noise: Path, seed: int) -> list[Pair]:
+    noises = sorted(audio_files(noise, "--noise").values())
+    clean_files = audio_files(clean, "--clean")
+    return [Pair(id, file, noises[keyed(seed, id, "noise", len(noises))]) for id, file in sorted(clean_files.items())]
+
+
+def keyed(seed: int, id: str, purpose: str, count: int) -> int:
+    """A number below `count` that depends on nothing but its key."""
+    digest = hashlib.blake2b(json.dumps([seed, id, purpose]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % count
+
+
+def pairs_key(pairs: list[Pair], settings: Settings) -> str:
+    digest = hashlib.sha256(repr(settings).encode())
+    for pair in pairs:
+        for file in (pair.clean, pair.other):
+            stat = file.stat() if file and file.exists() else None
+            digest.update(f"{pair.id}|{file}|{stat and (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)}".encode())
+    return digest.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- one pair
+
+
+def make_pair(pair: Pair, settings: Settings) -> dict:
+    """A row of the dataset, or the reason why there is none."""
+    try:
+        if pair.other is None:
+            raise Reject("no noisy file of this name")
+        clean = read_mono(pair.clean, settings)
+        if settings.snr:
+            noisy = mix(clean, read_mono(pair.other, settings), pair.id, settings)
+        else:
+            noisy = read_mono(pair.other, settings)
+            if abs(len(clean) - len(noisy)) > 1:  # one sample is a resampler's rounding
+                raise Reject(f"clean has {len(clean)} samples and noisy {len(noisy)}")
+        samples = min(len(clean), len(noisy))
+        noisy, clean = to_int16(noisy[:samples], clean[:samples])
+        return {"id": pair.id, "noisy": noisy, "clean": clean, "samples": samples}
+    except Reject as reason:
+        return {"id": pair.id, "clean_file": str(pair.clean), "other_file": str(pair.other), "reason": str(reason)}
+
+
+def read_mono(file: Path, settings: Settings) -> np.ndarray:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise Reject(f"{file.name}: unreadable file: {error.strerror}") from None
+    try:
+        wave, rate = read_samples(data, None, None)
+        return prepare(wave, rate, settings.sample_rate, False, settings.min_seconds, float("inf"))[0].numpy()
+    except Reject as reason:
+        raise Reject(f"{file.name}: {reason}") from None
+
+
+def mix(clean: np.ndarray, noise: np.ndarray, id: str, settings: Settings) -> np.ndarray:
+    """Clean plus a keyed stretch of the noise at a keyed level; a short noise goes round."""
+    low, high = settings.snr
+    steps = 1 << 20
+    snr = low + (high - low) * keyed(settings.seed, id, "snr", steps + 1) / steps
+    start = keyed(settings.seed, id, "place", len(noise))
+    noise = np.take(noise, np.arange(start, start + len(clean)), mode="wrap")
+    noise_power = np.mean(np.square(noise, dtype=np.float64))
+    if noise_power == 0:
+        raise Reject("the noise is silent here")
+    gain = np.sqrt(np.mean(np.square(clean, dtype=np.float64)) / noise_power / 10 ** (snr / 10))
+    return clean + np.float32(gain) * noise
+
+
+def to_int16(*waves: np.ndarray) -> list[np.ndarray]:
+    """PCM; where one would clip, all are made quieter alike, so that their relation stays."""
+    peak = max(1.0, *(np.abs(wave).max() for wave in waves))
+    return [np.round(wave * (32767 / peak)).astype(np.int16) for wave in waves]
+
+
+# ---------------------------------------------------------------- all pairs
+
+
+def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out: Path, workers: int) -> int:
+    import store
+    from tqdm import tqdm
+
+    rejects = []
+
+    def rows() -> Iterator[dict]:
+        made = in_order(partial(make_pair, settings=settings), pairs, workers)
+        for row in tqdm(made, total=len(pairs), unit="pair", file=sys.stderr, mininterval=1.0):
+            if "reason" in row:
+                rejects.append(row)
+            else:
+                yield row
+
+    folder = work / "dataset"
+    shutil.rmtree(folder, ignore_errors=True)
+    files = store.write_dataset(folder, rows(), COLUMNS, sums=("samples",))
+    if not files:
+        raise UsageError(f"every one of the {len(pairs)} pairs was rejected; the first: {rejects[0]['reason']}")
+    store.write_jsonl(folder / "rejects.jsonl", rejects)
+    info = {
+        "format": 1,
+        "kind": "pairs",
+        "sample_rate": settings.sample_rate,
+        "rows": sum(entry["rows"] for entry in files),
+        "samples": sum(entry["samples"] for entry in files),
+        "settings": {
+            "snr": settings.snr,
+            "seed": settings.seed,
+            "min_seconds": settings.min_seconds,
+            "resampler": "torchaudio sinc_interp_hann",
+        },
+        "versions": store.versions("torch", "torchaudio", "datasets", "soundfile"),
+        "files": files,
+        "key": key,
+    }
+    store.write_json(folder / "dataset.json", info)
+    store.publish(folder, out)
+    print(f"wrote {info['rows']} pairs, {info['samples'] / settings.sample_rate / 3600:.3f} h to {out}")
+    return len(rejects)
+
+
+def in_order(function, items: list, workers: int) -> Iterator:
+    """Like map(), in `workers` processes, with few results waiting at a time."""
+    if workers == 1 or len(items) < 64:  # a process takes seconds to start
+        yield from map(function, items)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        waiting = deque()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 8 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+if __name__ == "__main__":
+    run(main)

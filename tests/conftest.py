@@ -1,0 +1,14 @@
+import os
+
+import pytest
+import support
+
+os.environ.update(support.CPU)
+
+
+@pytest.fixture(scope="session")
+def demo():
+    """The embedded demo's model, codec and token datasets, built once where the recipes look for them."""
+    from demo import ensure_demo
+
+    return ensure_demo(support.ROOT / "runs" / "demo-assets")

@@ -1,0 +1,49 @@
+"""One pair of ranks trains several configurations one after another: an import of the libraries costs 10 s.
+
+    run_many.py RECIPE JOBS.json      JOBS: [{"ds": path or dict, "config": {...}}, ...]
+
+After each run it writes RUN/probe.npz (logits of the first evaluation batch, computed by the training engine) and
+RUN/modules.json (what the process has imported).
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "finetune"))
+
+
+def main() -> None:
+    recipe = importlib.import_module(sys.argv[1])
+    import numpy as np
+    import torch
+
+    from common.ds_config import resolve_ds
+    from common.runtime import start_ranks
+    from common.tokens import TokenDataset
+    from models import dia
+
+    ranks = start_ranks()
+    for job in json.loads(Path(sys.argv[2]).read_text()):
+        config = recipe.Config(**job["config"])
+        engine = recipe.train(config, ranks, resolve_ds(config.ds, config, ranks.world))
+        model = engine.module.model.eval()
+        layout = dia.layout_of(dia.base_model(model).config)
+        clips = dia.Clips(TokenDataset(config.eval_data), layout, config, {}, train=False)
+        batch = clips.batch([0, 1])
+        batch.pop("ids")
+        batch.pop("labels")
+        with torch.no_grad():
+            logits = model(**batch, use_cache=False).logits
+        if ranks.first:
+            np.savez(Path(config.out) / "probe.npz", logits=logits.float().numpy())
+            (Path(config.out) / "modules.json").write_text(json.dumps(sorted(sys.modules)))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    import os
+
+    os._exit(0)

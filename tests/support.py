@@ -1,0 +1,108 @@
+"""What several tests share: starting ranks, reading what they wrote, small datasets made without data/encode.py."""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = sys.executable
+CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def environment(**more) -> dict:
+    """The test's environment, on the CPU, with the tests' own Python first on the path."""
+    return os.environ | CPU | {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"} | more
+
+
+def start_ranks(script: Path, arguments: list, world: int = 2) -> list[subprocess.Popen]:
+    """Starts the ranks of one job as the launcher would, without the launcher's own imports."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [PYTHON, script, *map(str, arguments)],
+            env=environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(world),
+                LOCAL_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            ),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen], timeout: float = 300) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of all ranks."""
+    try:
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+    return [rank.returncode for rank in ranks], outputs
+
+
+def run_recipe(*arguments, world: int = 2, recipe: str = "dia_lora") -> tuple[list[int], list[str]]:
+    return finish(start_ranks(ROOT / "finetune" / f"{recipe}.py", list(arguments), world))
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def step_records(run: Path) -> list[dict]:
+    return [record for record in metrics(run) if "event" not in record]
+
+
+def wait_for_step(run: Path, step: int, timeout: float = 180) -> None:
+    """Returns as soon as the run has logged this optimizer step."""
+    deadline = time.time() + timeout
+    while time.time() < deadline:
+        path = run / "metrics.jsonl"
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+            if any(json.loads(line).get("step", 0) >= step and "event" not in json.loads(line) for line in lines):
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"{run} did not reach step {step}")
+
+
+def write_tokens(folder: Path, clips: list[dict], **info) -> Path:
+    """A token dataset from {"id", "text", "codes" (T, C)} without the project's own writer."""
+    import numpy as np
+    from datasets import Dataset, Features, List, Value
+
+    channels = info.get("channels", 9)
+    rows = []
+    for clip in clips:
+        codes = np.asarray(clip["codes"], dtype=np.int16)
+        rows.append({"id": clip["id"], "text": clip["text"], "codes": codes.ravel(), "frames": len(codes)})
+    features = Features(
+        {"id": Value("string"), "text": Value("string"), "codes": List(Value("int16")), "frames": Value("int32")}
+    )
+    Dataset.from_list(rows, features=features).save_to_disk(str(folder))
+    files = [
+        {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in sorted(folder.glob("*.arrow"))
+    ]
+    facts = {"format": 1, "codec": "dac", "weights": "none", "sample_rate": 44100, "hop": 512, "codebooks": 9}
+    facts |= {"codebook_size": 1024, "channels": channels, "layout": "frame-major", "files": files}
+    (folder / "dataset.json").write_text(json.dumps(facts | info))
+    return folder

@@ -1,0 +1,167 @@
+"""The codebook loss against autograd of plain F.cross_entropy."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import common.loss as loss_module
+from common.loss import IGNORE, codebook_loss, codebook_stats, fuse_head
+
+N, C, V, D = 37, 3, 19, 8
+
+
+def problem(dtype=torch.float32, seed=0):
+    """Head, hidden states, labels (a fifth ignored, one row wholly) and weights of every size, 0 among them."""
+    draw = torch.Generator().manual_seed(seed)
+    head = nn.Linear(D, C * V, bias=False)
+    head.weight.data = torch.randn(C * V, D, generator=draw)
+    hidden = torch.randn(N, D, generator=draw)
+    labels = torch.randint(0, V, (N, C), generator=draw)
+    labels[torch.rand(N, C, generator=draw) < 0.2] = IGNORE
+    labels[5] = IGNORE
+    labels[0, 0], labels[1, 1] = 0, V - 1
+    weights = torch.rand(N, C, generator=draw) * 4 * (labels != IGNORE)
+    weights[7] = 0
+    return head.to(dtype), hidden.to(dtype).requires_grad_(), labels, weights
+
+
+def plain(head, hidden, labels, weights):
+    logits = F.linear(hidden, head.weight).float().view(N, C, V)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    return (losses.view(N, C) * weights).sum(), losses.view(N, C)
+
+
+def gradients(loss, head, hidden, scale=0.37):
+    (loss * scale).backward()
+    return hidden.grad, head.weight.grad
+
+
+def close(found, expected, tolerance):
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 36, 37, 1000])
+def test_loss_and_gradients_equal_plain_cross_entropy(rows, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", rows * C * V)
+    head, hidden, labels, weights = problem()
+    expected, expected_losses = plain(head, hidden, labels, weights)
+    expected_grads = gradients(expected, head, hidden)
+    head, hidden, labels, weights = problem()
+    fuse_head(head)
+    found, losses = codebook_loss(head, hidden, labels, weights)
+    close(found, expected, 1e-6)
+    close(losses, expected_losses, 1e-6)
+    for mine, theirs in zip(gradients(found, head, hidden), expected_grads, strict=True):
+        close(mine, theirs, 1e-6)
+    assert not hidden.grad[5].any() and not hidden.grad[7].any(), "ignored and weightless rows have no gradient"
+
+
+def test_gradients_equal_numerical_ones():
+    head, hidden, labels, weights = problem(torch.float64)
+    fuse_head(head)
+
+    def loss_of(hidden, weight):
+        logits = (hidden @ weight.T).view(N, C, V)
+        return (F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none") * weights).sum()
+
+    found, _ = codebook_loss(head, hidden, labels, weights)
+    found.backward()
+    direction = torch.randn(N, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    step = 1e-5
+    with torch.no_grad():
+        ahead, behind = (loss_of(hidden + s * direction, head.weight) for s in (step, -step))
+    assert float((hidden.grad * direction).sum()) == pytest.approx(float(ahead - behind) / (2 * step), rel=1e-4)
+
+
+def test_bf16_stays_near_fp32():
+    head, hidden, labels, weights = problem(torch.bfloat16)
+    reference = nn.Linear(D, C * V, bias=False)
+    reference.weight.data = head.weight.detach().float()
+    wide = hidden.detach().float().requires_grad_()
+    expected, _ = plain(reference, wide, labels, weights)
+    expected_grads = gradients(expected, reference, wide)
+    fuse_head(head)
+    found, losses = codebook_loss(head, hidden, labels, weights)
+    assert losses.dtype == torch.float32
+    close(found, expected, 1e-2)
+    for mine, theirs in zip(gradients(found, head, hidden), expected_grads, strict=True):
+        assert mine.dtype == torch.bfloat16
+        close(mine.float(), theirs, 2e-2)
+
+
+def test_a_frozen_head_gets_no_gradient_and_frozen_states_neither():
+    head, hidden, labels, weights = problem()
+    expected = gradients(plain(head, hidden, labels, weights)[0], head, hidden)
+    head, hidden, labels, weights = problem()
+    fuse_head(head)
+    head.weight.requires_grad_(False)
+    codebook_loss(head, hidden, labels, weights)[0].mul(0.37).backward()
+    assert head.weight.grad is None
+    close(hidden.grad, expected[0], 1e-6)
+    head, hidden, labels, weights = problem()
+    fuse_head(head)
+    codebook_loss(head, hidden.detach(), labels, weights)[0].mul(0.37).backward()
+    close(head.weight.grad, expected[1], 1e-6)
+
+
+def test_no_position_at_all_costs_nothing_and_still_has_gradients():
+    """A rank whose micro-batch has no target must not leave the others waiting."""
+    head, hidden, labels, weights = problem()
+    fuse_head(head)
+    loss, _ = codebook_loss(head, hidden[:0], labels[:0], weights[:0])
+    loss.backward()
+    assert loss == 0 and not head.weight.grad.any()
+
+
+def test_a_loss_that_is_not_finite_stays_so():
+    head, hidden, labels, weights = problem()
+    fuse_head(head)
+    with torch.no_grad():
+        hidden[3] = float("nan")
+    assert codebook_loss(head, hidden, labels, weights)[0].isnan()
+
+
+def test_a_fused_head_is_still_the_same_module():
+    head, hidden, *_ = problem()
+    expected = head(hidden)
+    names = list(head.state_dict())
+    fuse_head(head)
+    assert torch.equal(head(hidden), expected) and list(head.state_dict()) == names
+
+
+def test_a_lora_wrapped_head_trains_its_matrices_as_plain_cross_entropy_does():
+    from peft import LoraConfig, get_peft_model
+
+    head, hidden, labels, weights = problem()
+    fuse_head(head)
+    holder = nn.Module()
+    holder.head = head
+    torch.manual_seed(0)
+    get_peft_model(holder, LoraConfig(r=2, target_modules=["head"], init_lora_weights=False))
+    lora = holder.head
+    found, losses = codebook_loss(lora, hidden, labels, weights)
+    found.backward()
+    mine = [p.grad.clone() for p in lora.parameters() if p.requires_grad]
+    assert len(mine) == 2
+    lora.zero_grad()
+    down, up = (module["default"].weight for module in (lora.lora_A, lora.lora_B))
+    logits = hidden @ head.weight.T + hidden @ down.T @ up.T * lora.scaling["default"]
+    expected = F.cross_entropy(logits.view(N, C, V).transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
+    (expected * weights).sum().backward()
+    close(losses, expected, 1e-5)
+    for found_grad, parameter in zip(mine, [p for p in lora.parameters() if p.requires_grad], strict=True):
+        close(found_grad, parameter.grad, 1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_evaluation_gives_token_losses_and_most_likely_ids(fused, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 5 * C * V)
+    head, hidden, labels, weights = problem()
+    if fused:
+        fuse_head(head)
+    losses, best = codebook_stats(head, hidden, labels)
+    _, expected = plain(head, hidden, labels, weights)
+    close(losses, expected, 1e-6)
+    assert torch.equal(best, (hidden @ head.weight.T).view(N, C, V).argmax(-1))
+    assert not losses.requires_grad

@@ -27,11 +27,11 @@ def take_samples(prompts: list[dict], speak, folder: Path, ranks: Ranks, all_ran
     if not mine and not all_ranks_must_join:
         return []
     try:
-        spoken = speak(mine or prompts[:1])
-    except Exception as error:  # whatever a model does while speaking, the training goes on
+        spoken = zip(mine, speak(mine or prompts[:1]), strict=False)
+        return [write_codes(folder, prompt, codes, facts) for prompt, (codes, facts) in spoken]
+    except Exception as error:  # whatever a model does while speaking, or a full disk: the training goes on
         print(f"warning: rank {ranks.rank} could not make samples: {error!r}", flush=True)
         return []
-    return [write_codes(folder, prompt, codes, facts) for prompt, (codes, facts) in zip(mine, spoken, strict=False)]
 
 
 def write_codes(folder: Path, prompt: dict, codes: np.ndarray, facts: dict) -> Path:

@@ -24,7 +24,7 @@ def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -
     optimizer = states * trained / (world if stage >= 1 else 1)
     host = 0.0
     if offloads_optimizer(ds):
-        host, optimizer = host + optimizer + gradients, 0.0
+        host, optimizer, gradients = host + optimizer + gradients, 0.0, 0.0
     if ds["zero_optimization"].get("offload_param", {}).get("device", "none") != "none":
         host, weights = host + weights, 0.0
     return {"device": weights + gradients + optimizer, "host": host}

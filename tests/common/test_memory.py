@@ -1,0 +1,46 @@
+"""The memory table against figures worked out by hand (specs/dia.md section 1: 16 bytes a parameter and more)."""
+
+import pytest
+from torch import nn
+
+from common.config import RunConfig
+from common.memory import count_parameters, predict
+
+DIA = 1_611_160_576
+
+
+def ds(stage, **zero):
+    return {"zero_optimization": {"stage": stage, **zero}}
+
+
+def test_trainable_and_all_parameters_are_counted():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5).requires_grad_(False))
+    assert count_parameters(model) == (16 + 25, 16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "bytes_a_parameter"),
+    # bf16 weight 2 + gradient 2 + master, its gradient and two moments 16
+    [(0, 8, 20), (1, 8, 4 + 16 / 8), (2, 8, 2 + 18 / 8), (3, 8, 20 / 8), (2, 1, 20)],
+)
+def test_full_tuning_is_split_as_the_stage_says(stage, world, bytes_a_parameter):
+    need = predict(DIA, DIA, ds(stage), RunConfig(precision="bf16"), world)
+    assert need == {"device": pytest.approx(DIA * bytes_a_parameter), "host": 0}
+
+
+def test_lora_pays_the_states_of_the_trained_share_only():
+    need = predict(DIA, 10_000_000, ds(2), RunConfig(precision="bf16"), 2)
+    assert need["device"] == pytest.approx(2 * DIA + 10_000_000 * 18 / 2)
+    assert need["device"] / 1e9 == pytest.approx(3.2, abs=0.15)
+
+
+def test_8bit_moments_save_6_bytes():
+    full, small = (predict(DIA, DIA, ds(0), RunConfig(optimizer=o), 1)["device"] for o in ("adamw", "adamw8bit"))
+    assert full - small == pytest.approx(6 * DIA)
+
+
+def test_offload_moves_the_bytes_to_the_host():
+    cpu = {"device": "cpu"}
+    plain = predict(DIA, DIA, ds(3), RunConfig(), 4)
+    moved = predict(DIA, DIA, ds(3, offload_optimizer=cpu, offload_param=cpu), RunConfig(), 4)
+    assert moved["device"] == 0 and moved["host"] == pytest.approx(plain["device"])

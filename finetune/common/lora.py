@@ -10,6 +10,8 @@ def resolve_groups(model, groups: dict[str, tuple[str, int]], wanted: list[str])
 
     PEFT alone complains only when nothing at all matches: a typo beside a right name passes without a word.
     """
+    if not wanted:
+        raise UserError(f"no LoRA group is named; there are {', '.join(groups)}.")
     unknown = [name for name in wanted if name not in groups]
     if unknown:
         raise UserError(f"unknown LoRA group {unknown[0]!r}; there are {', '.join(groups)}.")

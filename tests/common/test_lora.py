@@ -1,0 +1,148 @@
+"""LoRA on modules named one by one."""
+
+import pytest
+import torch
+from torch import nn
+
+from common.config import UserError
+from common.lora import add_lora, dead_matrices, resolve_groups
+
+GROUPS = {
+    "attn": (r"layers\.\d+\.(q|k|v|o)_proj", 8),
+    "mlp": (r"layers\.\d+\.(up|down)", 4),
+    "head": (r"head", 1),
+}
+WIDTH, INNER, OUT = 6, 10, 14
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=False))
+        self.up, self.down = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.o_proj(self.q_proj(x) * self.k_proj(x) + self.v_proj(x)) + self.down(self.up(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, OUT, bias=False)
+        self.q_proj = nn.Linear(WIDTH, WIDTH)  # same last name, outside every group
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def renamed(model):
+    layer = model.layers[1]
+    layer.query = layer.q_proj
+    del layer.q_proj
+    return model
+
+
+def wrap(wanted=("attn",), rank=4, group_ranks=None, **options):
+    model = Model()
+    options = {"lora_alpha": 8, "lora_dropout": 0.0} | options
+    found = resolve_groups(model, GROUPS, list(wanted))
+    return add_lora(model, found, rank, seed=3, group_ranks=group_ranks or {}, **options)
+
+
+def test_groups_resolve_to_the_full_names():
+    found = resolve_groups(Model(), GROUPS, ["attn", "head"])
+    expected = [f"layers.{i}.{p}_proj" for i in (0, 1) for p in "qkvo"]
+    assert sorted(found["attn"]) == sorted(expected) and found["head"] == ["head"]
+
+
+def test_a_renamed_projection_gives_found_and_expected_of_its_group_only():
+    with pytest.raises(UserError) as error:
+        resolve_groups(renamed(Model()), GROUPS, ["attn", "mlp"])
+    assert "attn: found 7, expected 8" in str(error.value) and "mlp" not in str(error.value)
+
+
+def test_every_group_that_does_not_fit_is_listed():
+    groups = GROUPS | {"mlp": (r"layers\.\d+\.(wi|wo)", 4)}
+    with pytest.raises(UserError, match="attn: found 7, expected 8, mlp: found 0, expected 4"):
+        resolve_groups(renamed(Model()), groups, ["attn", "mlp", "head"])
+
+
+def test_a_typo_in_one_of_two_groups_is_refused():
+    with pytest.raises(UserError, match="'atn'; there are attn, mlp, head"):
+        resolve_groups(Model(), GROUPS, ["mlp", "atn"])
+
+
+def test_no_group_at_all_is_refused():
+    with pytest.raises(UserError, match="no LoRA group"):
+        resolve_groups(Model(), GROUPS, [])
+
+
+def test_exactly_the_named_modules_are_wrapped_and_nothing_else_trains():
+    model = wrap(["attn", "attn", "head"])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 9 and all(".lora_" in name for name in trained)
+    assert not any("up" in name or name.startswith("base_model.model.q_proj") for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rank", "ranks"),
+    [(["attn"], 4, {}), (["attn", "mlp", "head"], 2, {}), (["attn", "mlp"], 4, {"mlp": 9}), (["head"], 1, {"head": 3})],
+)
+def test_the_trained_count_is_the_formula(wanted, rank, ranks):
+    sizes = {"attn": 8 * [2 * WIDTH], "mlp": 4 * [WIDTH + INNER], "head": [WIDTH + OUT]}
+    expected = sum(ranks.get(group, rank) * size for group in wanted for size in sizes[group])
+    model = wrap(wanted, rank, ranks)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
+
+
+def test_group_ranks_reach_their_modules_and_survive_saving(tmp_path):
+    from peft import PeftModel
+
+    model = wrap(["attn", "mlp"], 4, {"mlp": 9})
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    shapes = {name: p.shape for name, p in model.named_parameters() if "lora_A" in name}
+    assert {shape[0] for name, shape in shapes.items() if ".up." in name or ".down." in name} == {9}
+    assert {shape[0] for name, shape in shapes.items() if "_proj." in name} == {4}
+    model.save_pretrained(tmp_path)
+    x = torch.randn(3, WIDTH)
+    again = PeftModel.from_pretrained(Model(), tmp_path)
+    assert torch.equal(again(x), model(x)) and not torch.equal(Model()(x), model(x))
+
+
+def test_the_first_matrices_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    one = wrap().state_dict()
+    torch.manual_seed(2)
+    two = wrap().state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def step_one(model):
+    model(torch.randn(5, WIDTH)).square().sum().backward()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return parameters, {name: p.grad for name, p in parameters.items()}
+
+
+def test_a_healthy_first_step_has_no_dead_matrix():
+    assert dead_matrices(*step_one(wrap(["attn", "mlp"]))) == []
+
+
+@pytest.mark.parametrize("value", [None, 0.0, float("nan"), float("inf")])
+def test_a_matrix_without_a_usable_gradient_is_named(value):
+    parameters, grads = step_one(wrap())
+    name = next(name for name in parameters if ".lora_B." in name)
+    if value is None:
+        grads[name] = None
+    elif value == 0:
+        grads[name].zero_()
+    else:
+        grads[name][0, 0] = value
+    assert dead_matrices(parameters, grads) == [name]

@@ -22,7 +22,7 @@ vertical-align:top}img{max-width:100%}pre{background:#f6f6f6;padding:1rem;overfl
 def write_report(run: Path) -> Path:
     """Builds the report from what the run folder holds."""
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = _records(run / "metrics.jsonl")
     steps = [record for record in records if "event" not in record]
     evals = [record for record in records if record.get("event") == "eval"]
     skips = [record for record in records if record.get("event") == "skip"]
@@ -44,6 +44,17 @@ def write_report(run: Path) -> Path:
     draft.write_text(page + "\n".join(parts), encoding="utf-8")
     draft.replace(final)
     return final
+
+
+def _records(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl; one that a kill cut short is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
 
 
 def _curves(steps: list[dict], evals: list[dict]) -> str:

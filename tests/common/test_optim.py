@@ -1,0 +1,91 @@
+"""Parameter groups and the learning-rate curve."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from common.config import RunConfig
+from common.optim import build_optimizer, decay_groups, learning_rate, warmup_steps
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.proj = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.lora_A = nn.Linear(4, 2, bias=False)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_groups_partition_the_trainable_parameters():
+    model = Model()
+    groups = {group["name"]: group for group in decay_groups(model, 0.1, ("lora_", "embed"))}
+    found = [id(p) for group in groups.values() for p in group["params"]]
+    assert len(found) == len(set(found))
+    assert set(found) == {id(p) for p in model.parameters() if p.requires_grad}
+    assert [id(p) for p in groups["decay"]["params"]] == [id(model.proj.weight)]
+    assert (groups["decay"]["weight_decay"], groups["no_decay"]["weight_decay"]) == (0.1, 0.0)
+
+
+def test_an_empty_group_is_left_out():
+    (group,) = decay_groups(Model(), 0.1, ("embed", "proj", "lora_"))
+    assert group["name"] == "no_decay"
+
+
+def test_decay_shrinks_what_it_should_and_nothing_else():
+    """With zero gradients AdamW moves a weight by decay alone: w (1 - lr decay)."""
+    model, config = Model(), RunConfig(lr=1e-2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(decay_groups(model, 0.1, ("lora_", "embed", "norm")), config, offload=False)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        factor = 1 - 1e-2 * 0.1 if name == "proj.weight" else 1
+        assert torch.allclose(p, before[name] * factor, rtol=1e-6, atol=0), name
+
+
+def test_adamw_equals_the_textbook_update():
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = build_optimizer([{"params": [weight], "weight_decay": 0.1}], RunConfig(lr=1e-3), offload=False)
+    value, m, v = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
+    for step, grads in enumerate([[0.5, -1.0], [0.1, 2.0], [-0.3, 0.0]], start=1):
+        weight.grad = torch.tensor(grads)
+        optimizer.step()
+        for i, g in enumerate(grads):
+            m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.95 * v[i] + 0.05 * g * g
+            update = (m[i] / (1 - 0.9**step)) / (math.sqrt(v[i] / (1 - 0.95**step)) + 1e-8)
+            value[i] = value[i] * (1 - 1e-3 * 0.1) - 1e-3 * update
+    assert weight.tolist() == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "expected"),
+    [(0.03, 1000, 30), (0.03, 10, 1), (0, 10, 0), (1, 10, 1), (20, 100, 20), (50, 10, 10)],
+)
+def test_warmup_is_a_share_below_one_and_steps_from_one_on(warmup, steps, expected):
+    assert warmup_steps(warmup, steps) == expected
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1000, 0.03), (100, 10), (100, 0), (12, 0.5)])
+def test_the_curve_rises_to_the_peak_and_falls_to_the_minimum(steps, warmup):
+    config = RunConfig(lr=2e-4, warmup=warmup, min_lr_ratio=0.1)
+    warm = warmup_steps(warmup, steps)
+    curve = [learning_rate(step, steps, config) for step in range(steps)]
+    assert curve[0] == pytest.approx(2e-4 / max(warm, 1))
+    assert max(curve) == pytest.approx(2e-4) and curve[max(warm - 1, 0)] == pytest.approx(2e-4)
+    assert curve[-1] == pytest.approx(2e-5)
+    assert all(a < b for a, b in zip(curve[: warm - 1], curve[1:warm], strict=False))
+    assert all(a > b for a, b in zip(curve[warm:-1], curve[warm + 1 :], strict=True))
+    middle = warm + (steps - 1 - warm) / 2
+    if middle.is_integer():
+        assert curve[int(middle)] == pytest.approx((2e-4 + 2e-5) / 2)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.03), (1, 0), (2, 1), (3, 3)])
+def test_very_short_runs_have_a_learning_rate(steps, warmup):
+    config = RunConfig(lr=2e-4, warmup=warmup)
+    assert all(0 < learning_rate(step, steps, config) <= 2e-4 for step in range(steps))

@@ -105,7 +105,7 @@ def read_csv(source: Path, options: Options) -> Iterator[Clip]:
     if source.is_dir():
         source = source / "metadata.csv"
     root = options.audio_root or source.parent
-    content = read_text(source)
+    content = read_lines(source)
     if "|" in content.split("\n", 1)[0]:
         for number, row in enumerate(csv.reader(content.splitlines(), delimiter="|", quoting=csv.QUOTE_NONE), 1):
             if not row:
@@ -426,8 +426,13 @@ def apply_missing_text(clips: list[Clip], missing_text: str) -> list[Clip]:
 
 
 def read_text(file: Path) -> str:
+    return read_lines(file).strip()
+
+
+def read_lines(file: Path) -> str:
+    """The whole content as it is, so that line numbers in messages are the file's."""
     try:
-        return file.read_text(encoding="utf-8-sig").strip()
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{file} is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}): convert it"
@@ -550,7 +555,7 @@ def refuse_duplicates(clips: list[Clip]) -> None:
 
 
 def jsonl_objects(source: Path) -> Iterator[tuple[int, dict]]:
-    for number, line in enumerate(read_text(source).split("\n"), 1):
+    for number, line in enumerate(read_lines(source).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -594,7 +599,7 @@ def csv_rows(content: str, source: Path) -> Iterator[tuple[int, dict]]:
 
 
 def musiccaps_rows(source: Path) -> Iterator[dict]:
-    for number, row in csv_rows(read_text(source), source):
+    for number, row in csv_rows(read_lines(source), source):
         if not row.get("ytid") or "caption" not in row:
             raise UsageError(f"{source}:{number} has no ytid or no caption: is it the MusicCaps CSV?")
         yield row | {"caption": " ".join(row["caption"].split())}  # five captions hold line breaks

@@ -34,7 +34,10 @@ def read_tag_map(path: str) -> dict[str, int]:
         raise UserError(f"--tag-map {path} cannot be read as JSON: {error}.") from None
     if not isinstance(tag_map, dict) or not all(isinstance(byte, int) for byte in tag_map.values()):
         raise UserError(f'--tag-map {path} must be an object such as {{"[de]": 4}}.')
+    tag_map = {unicodedata.normalize("NFC", tag): byte for tag, byte in tag_map.items()}  # as texts are
     for tag, byte in tag_map.items():
+        if not tag or tag in SPEAKER_BYTES:
+            raise UserError(f"--tag-map {path}: {tag!r} is empty or a speaker tag, which is built in.")
         # 0 is padding, 1 and 2 are the speakers, 8 to 13 are white space controls, 32 is the blank.
         if not (3 <= byte <= 7 or 14 <= byte <= 31):
             raise UserError(f"--tag-map {path}: {tag!r} has byte {byte}; use 3..7 or 14..31.")
@@ -50,8 +53,8 @@ def text_bytes(text: str, tag_map: dict[str, int], name: str) -> np.ndarray:
     stray = [c for c in text if ord(c) < 32 or ord(c) == 127]
     if stray:
         raise UserError(f"the text of {name!r} holds the control character {stray[0]!r}.")
-    for tag, byte in tag_map.items():
-        text = text.replace(tag, chr(byte))
+    for tag in sorted(tag_map, key=len, reverse=True):  # "[de][old]" before "[de]"
+        text = text.replace(tag, chr(tag_map[tag]))
     for tag, byte in SPEAKER_BYTES.items():
         text = text.replace(tag, byte)
     return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)

@@ -316,6 +316,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
     mine = range(start * micro_batches + ranks.rank, steps * micro_batches, ranks.world)
     feed = prefetch(build, mine)
     decoders, skips = [], 0
+    unproven = start == 0  # until the first step has shown that every LoRA matrix trains
     if start == 0:
         evaluate(0)
     model.train()
@@ -340,13 +341,14 @@ def train(config: Config, ranks: Ranks, ds: dict):
                 broken += batch["ids"]
             if turn + 1 < config.accumulation:
                 ds_engine.step()  # only counts the micro-batch
-        if step == start == 0:
+        if unproven:
             check_gradients(ds_engine)
         lr = learning_rate(step, steps, config)
         engine.set_learning_rate(ds_engine, lr)
         applied, norm = engine.take_step(ds_engine)
-        if step == start == 0 and applied:
+        if unproven and applied:
             check_movement(ds_engine)
+            unproven = False
 
         # One reduction a step carries the statistics and the wish to stop.
         real = sum(int(clips.lengths[c].sum()) for _, c in step_clips)
@@ -412,17 +414,17 @@ def train(config: Config, ranks: Ranks, ds: dict):
 
 
 def check_gradients(ds_engine) -> None:
-    """Step 1: a LoRA matrix without a gradient would train nothing and say nothing."""
-    dead = lora.dead_matrices(engine.trainable(ds_engine), engine.full_gradients(ds_engine))
+    """First step: a LoRA matrix without a gradient would train nothing and say nothing."""
+    dead = lora.dead_matrices(engine.full_gradients(ds_engine))
     if dead:
-        raise UserError(f"{len(dead)} LoRA matrices got no finite, non-zero gradient at step 1, such as {dead[0]}.")
+        raise UserError(f"{len(dead)} LoRA matrices got no gradient at the first step, such as {dead[0]}.")
 
 
 def check_movement(ds_engine) -> None:
-    """Step 1: every lora_B starts at 0, so one that is still 0 was not updated."""
-    still = lora.dead_matrices(engine.trainable(ds_engine), engine.full_weights(ds_engine))
+    """First step: every lora_B starts at 0, so one that is still 0 was not updated."""
+    still = lora.dead_matrices(engine.full_weights(ds_engine))
     if still:
-        raise UserError(f"{len(still)} LoRA matrices did not move at step 1, such as {still[0]}.")
+        raise UserError(f"{len(still)} LoRA matrices did not move at the first step, such as {still[0]}.")
 
 
 def dry_run(ds_engine, clips: dia.Clips, plan: Plan, ranks: Ranks, to_device) -> None:

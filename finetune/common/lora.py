@@ -43,14 +43,10 @@ def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, group_ran
     return peft_model
 
 
-def dead_matrices(parameters: dict, values: dict) -> list[str]:
-    """Names of lora_B matrices whose value (gradient or weight) is missing, zero or not finite.
+def dead_matrices(values: dict) -> list[str]:
+    """Names of the lora_B matrices whose value (gradient or weight) is missing or all zero.
 
-    Only B counts at step 1: B starts at 0, so every lora_A has a gradient of exactly 0 there.
+    Only B counts at the first step: B starts at 0, so every lora_A has a gradient of exactly 0 there. NaN is not
+    zero: a step with a NaN gradient is skipped and named elsewhere.
     """
-    names = [name for name in parameters if ".lora_B." in name]
-    return [
-        name
-        for name in names
-        if values[name] is None or not bool(values[name].isfinite().all()) or not bool(values[name].any())
-    ]
+    return [name for name, value in values.items() if ".lora_B." in name and (value is None or not bool(value.any()))]

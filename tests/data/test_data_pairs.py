@@ -1,0 +1,117 @@
+"""data/pairs.py: noisy/clean pairs, given or mixed."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import soundfile
+
+
+def rows(out: Path) -> dict[str, dict]:
+    return {row["id"]: row for row in datasets.load_from_disk(str(out)).with_format("numpy")}
+
+
+def reasons(out: Path) -> dict[str, str]:
+    lines = (out / "rejects.jsonl").read_text().splitlines()
+    return {json.loads(line)["id"]: json.loads(line)["reason"] for line in lines}
+
+
+@pytest.fixture
+def pairs(script, tmp_path):
+    return lambda *more: script("pairs", "--clean", tmp_path / "clean", "--out", tmp_path / "out", *more)
+
+
+def test_given_pairs(pairs, clip, tmp_path):
+    clean = clip(tmp_path / "clean/deep/a.wav", None, rate=16000, seed=1)[:, 0]
+    noisy = np.clip(clean + 0.1, -1, 1)
+    (tmp_path / "noisy/deep").mkdir(parents=True)
+    soundfile.write(tmp_path / "noisy/deep/a.flac", noisy, 16000)
+    code, out, err = pairs("--noisy", tmp_path / "noisy")
+    assert code == 0, err
+    row = rows(tmp_path / "out")["deep/a"]
+    features = datasets.load_from_disk(str(tmp_path / "out")).features
+    assert features["clean"].feature.dtype == features["noisy"].feature.dtype == "int16"
+    assert row["samples"] == len(clean) == len(row["noisy"])
+    assert np.abs(row["clean"] / 32767 - clean).max() < 1e-4 and np.abs(row["noisy"] / 32767 - noisy).max() < 1e-4
+    info = json.loads((tmp_path / "out/dataset.json").read_text())
+    assert (info["kind"], info["sample_rate"], info["rows"]) == ("pairs", 16000, 1)
+    code, out, _ = pairs("--noisy", tmp_path / "noisy")
+    assert code == 0 and "cache hit" in out
+
+
+def test_resampled_to_16_khz_and_mono(pairs, clip, tmp_path):
+    for side in ("clean", "noisy"):
+        clip(tmp_path / f"{side}/a.wav", None, rate=48000, channels=2, seconds=0.5)
+    assert pairs("--noisy", tmp_path / "noisy")[0] == 0
+    assert rows(tmp_path / "out")["a"]["samples"] == 8000
+
+
+def test_lengths_and_names_are_checked(pairs, clip, tmp_path):
+    for name, seconds in (("good", 0.5), ("one_more", 0.5 + 1 / 16000), ("longer", 0.6)):
+        clip(tmp_path / f"clean/{name}.wav", None, rate=16000, seconds=0.5)
+        clip(tmp_path / f"noisy/{name}.wav", None, rate=16000, seconds=seconds)
+    clip(tmp_path / "clean/alone.wav", None, rate=16000)
+    clip(tmp_path / "noisy/stranger.wav", None, rate=16000)
+    code, out, err = pairs("--noisy", tmp_path / "noisy")
+    assert code == 1 and "stranger" in out and "over --max-reject" in err
+    assert set(rows(tmp_path / "out")) == {"good", "one_more"}
+    found = reasons(tmp_path / "out")
+    assert "8000 samples and noisy 9600" in found["longer"] and "no noisy file" in found["alone"]
+
+
+def test_mixing_hits_the_level_and_is_keyed(pairs, clip, tmp_path):
+    for number in range(8):
+        clip(tmp_path / f"clean/{number}.wav", None, rate=16000, seed=number, seconds=1.0)
+    clip(tmp_path / "noise/n.wav", None, rate=16000, seed=99, seconds=0.5)  # shorter than the speech
+    assert pairs("--noise", tmp_path / "noise", "--snr", "-5:15")[0] == 0
+    first = rows(tmp_path / "out")
+    levels = {}
+    for id, row in first.items():
+        clean, noise = row["clean"].astype(float), row["noisy"].astype(float) - row["clean"]
+        levels[id] = 10 * np.log10((clean**2).sum() / (noise**2).sum())
+    assert all(-5.1 < level < 15.1 for level in levels.values()) and np.ptp(list(levels.values())) > 3
+
+    (tmp_path / "clean/0.wav").unlink()  # the others do not change with the company they keep
+    assert pairs("--noise", tmp_path / "noise", "--snr", "-5:15")[0] == 0
+    second = rows(tmp_path / "out")
+    assert all(np.array_equal(first[id]["noisy"], row["noisy"]) for id, row in second.items())
+    assert pairs("--noise", tmp_path / "noise", "--snr", "-5:15", "--seed", 1)[0] == 0
+    assert not np.array_equal(second["1"]["noisy"], rows(tmp_path / "out")["1"]["noisy"])
+
+
+def test_exact_level(pairs, clip, tmp_path):
+    clip(tmp_path / "clean/a.wav", None, rate=16000)
+    clip(tmp_path / "noise/n.wav", None, rate=16000, seed=9)
+    assert pairs("--noise", tmp_path / "noise", "--snr", "3:3")[0] == 0
+    row = rows(tmp_path / "out")["a"]
+    clean, noise = row["clean"].astype(float), row["noisy"].astype(float) - row["clean"]
+    assert abs(10 * np.log10((clean**2).sum() / (noise**2).sum()) - 3) < 0.01
+
+
+def test_loud_mixture_is_scaled_not_clipped(pairs, clip, tmp_path):
+    clip(tmp_path / "clean/a.wav", None, rate=16000)
+    clip(tmp_path / "noise/n.wav", None, rate=16000, seed=9)
+    assert pairs("--noise", tmp_path / "noise", "--snr", "-20:-20")[0] == 0
+    row = rows(tmp_path / "out")["a"]
+    assert (np.abs(row["noisy"].astype(int)) >= 32767).sum() <= 1  # the peak alone
+    clean, noise = row["clean"].astype(float), row["noisy"].astype(float) - row["clean"]
+    assert abs(10 * np.log10((clean**2).sum() / (noise**2).sum()) + 20) < 0.1
+
+
+@pytest.mark.parametrize("flags, words", [((), "either --noisy or --noise"), (("--noise", "x"), "belong together")])
+def test_flags(pairs, flags, words):
+    code, _, err = pairs(*flags)
+    assert code == 2 and words in err
+
+
+def test_empty_and_foreign_folders(pairs, clip, script, tmp_path, dac):
+    (tmp_path / "clean").mkdir()
+    code, _, err = pairs("--noisy", tmp_path / "clean")
+    assert code == 2 and "no audio files found" in err
+    clip(tmp_path / "clean/a.wav")
+    arguments = ("--codec", "dac", "--codec-weights", dac, "--source", tmp_path / "clean", "--out", tmp_path / "out")
+    assert script("encode", *arguments)[0] == 0
+    code, _, err = pairs("--noisy", tmp_path / "clean")
+    assert code == 2 and "another kind of dataset" in err

@@ -18,6 +18,7 @@ from typing import Literal
 
 from common.config import RunConfig, UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
+from common.runtime import catch_signals
 
 # ---- arguments -------------------------------------------------------------------------------------------------
 
@@ -64,7 +65,8 @@ DEMO = {
     "eval_every": 60,
 }
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and no signal is lost
+    catch_signals()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
 
 import deepspeed

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_origin
@@ -93,8 +94,11 @@ def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict
     if not given.get("model") and not given.get("data"):
         given = (demo or {}) | given
     config = config_class(**given)
+    from common.ds_config import resolve_ds
+
     try:
         check(config)
+        resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

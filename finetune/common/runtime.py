@@ -59,7 +59,6 @@ def run(main, config) -> None:
 
     0 finished, 75 stopped by a signal with everything saved, 2 a user's mistake, 1 anything else.
     """
-    catch_signals()
     try:
         main(config)
         code = 0

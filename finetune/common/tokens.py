@@ -50,7 +50,7 @@ class TokenDataset:
         return self.value("id", i)
 
     def text(self, i: int) -> str:
-        return self.value("text", i)
+        return self.value("text", i) or ""
 
     def codes(self, i: int) -> np.ndarray:
         start = self._start[i]
@@ -63,11 +63,12 @@ class TokenDataset:
 
         return np.flatnonzero(pc.binary_length(self._columns["text"]).to_numpy() > limit)
 
-    def texts_matching(self, pattern: str) -> int:
-        """How many texts match a regular expression (RE2)."""
+    def texts_matching(self, pattern: str) -> np.ndarray:
+        """Indices of the texts that match a regular expression (RE2)."""
         import pyarrow.compute as pc
 
-        return pc.sum(pc.match_substring_regex(self._columns["text"], pattern)).as_py() or 0
+        found = pc.match_substring_regex(self._columns["text"], pattern)
+        return np.flatnonzero(pc.fill_null(found, False).to_numpy())
 
     def require(self, **facts) -> None:
         """Refuses a dataset that another codec made, naming both values."""

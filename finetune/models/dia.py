@@ -144,12 +144,19 @@ class Clips:
             tag_map,
             train,
         )
-        tokens.require(codec="dac", channels=layout.channels)
+        # The ids right after the codes are EOS, PAD and BOS: a larger codebook would reach into them.
+        tokens.require(codec="dac", channels=layout.channels, codebook_size=layout.eos)
+        if config.over_long == "crop" and config.text_mode == "speech":
+            raise UserError("--over-long crop is for --text-mode tags: a transcript belongs to its whole clip.")
+        if not config.max_seconds >= 0:
+            raise UserError(f"--max-seconds {config.max_seconds:g} is negative or no number.")
         window = layout.max_positions
         if config.max_seconds:
             # frames a second come from the dataset's codec: never a literal
             rate = tokens.info["sample_rate"] / tokens.info["hop"]
-            window = min(window, int(config.max_seconds * rate) + layout.tail)
+            window = int(min(window, config.max_seconds * rate + layout.tail))
+            if window <= layout.tail:
+                raise UserError(f"--max-seconds {config.max_seconds:g} is less than one frame ({1 / rate:.3f} s).")
         self.window = window
         whole = tokens.frames.astype(np.int64) + layout.tail
         self.kept = np.arange(len(tokens))
@@ -171,10 +178,15 @@ class Clips:
         return len(self.kept)
 
     def _check_texts(self) -> None:
-        """Finds over-long and missing texts before training. Normalising can at most triple a text's bytes."""
+        """Finds over-long, missing and broken texts before training. NFC can at most triple a text's bytes."""
         limit, too_long = self.layout.max_text, []
+        for i in self.tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]"):
+            text_bytes(self._text(i), self.tag_map, self.tokens.id(i))  # says which character it is
         for i in self.tokens.long_texts(limit // 3):
-            size = len(text_bytes(self._text(i), self.tag_map, self.tokens.id(i)))
+            text = self._text(i)
+            if self.config.text_mode == "tags":
+                text = max(text, augment_tags(text, 0.0, 0), key=len)  # "a,b" is longer as "a, b"
+            size = len(text_bytes(text, self.tag_map, self.tokens.id(i)))
             if size > limit:
                 if self.config.over_long_text == "error":
                     raise UserError(
@@ -233,8 +245,8 @@ class Clips:
             key = (config.seed, step) if config.uncond_scope == "step" else (config.seed, epoch, name)
             if keyed.uniform(*key, "uncond") < config.uncond:
                 # Zero ids with the mask kept, as generation does it; a zero mask is another thing to the model.
-                ids = np.zeros(max(1, len(ids)), dtype=np.uint8)
-        return ids
+                ids = np.zeros(len(ids), dtype=np.uint8)
+        return ids if len(ids) else np.zeros(1, dtype=np.uint8)
 
     def batch(self, clips, epoch: int = 0, step: int = 0) -> dict:
         """Right-padded tensors of these clips."""
@@ -246,7 +258,8 @@ class Clips:
             name = self.tokens.id(self.kept[clip])
             # An id of another channel's range would silently read that channel's embedding.
             if codes.min() < 0 or codes.max() >= self.tokens.info["codebook_size"]:
-                raise UserError(f"{self.tokens.folder}: clip {name!r} holds the code {codes.max()}, out of range.")
+                code = min(codes.min(), 0) or codes.max()
+                raise UserError(f"{self.tokens.folder}: clip {name!r} holds the code {code}, out of range.")
             texts.append(self.text(clip, epoch, step))
             sequences.append(delayed(codes, layout, positions, final))
             names.append(name)
@@ -278,8 +291,8 @@ class Clips:
             say("warning: --uncond 0 trains no unconditional rows: guidance above 1 will sound worse")
         if self.config.text_mode == "speech":
             odd = self.tokens.texts_matching(r"^\s*\[S2\]|\[S1\][^\[]*\[S1\]|\[S2\][^\[]*\[S2\]")
-            if odd:
-                say(f"warning: in {odd} texts the speakers do not begin with [S1] or do not alternate")
+            if len(odd):
+                say(f"warning: in {len(odd)} texts the speakers do not begin with [S1] or do not alternate")
 
 
 def _channel_weights(name: str, channels: int) -> np.ndarray:

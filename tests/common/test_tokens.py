@@ -68,7 +68,12 @@ def test_long_texts_and_patterns_are_found(make_tokens, random_clips):
     tokens = TokenDataset(str(make_tokens(random_clips(1, 1, 1), texts=["ä" * 5, "", "b" * 9])))
     assert tokens.long_texts(9).tolist() == [0]
     assert tokens.long_texts(0).tolist() == [0, 2]
-    assert tokens.texts_matching("^b+$") == 1
+    assert tokens.texts_matching("^b+$").tolist() == [2]
+
+
+def test_a_text_that_is_null_is_empty(make_tokens, random_clips):
+    tokens = TokenDataset(str(make_tokens(random_clips(1, 1), texts=[None, "b"])))
+    assert tokens.text(0) == "" and tokens.long_texts(0).tolist() == [1] and tokens.texts_matching("b").tolist() == [1]
 
 
 def test_the_fingerprint_follows_the_content(make_tokens, random_clips, tmp_path):

@@ -60,9 +60,9 @@ def make_clips(tmp_path, layout):
 
     def make(codes, texts=None, ids=None, train=True, tag_map=None, info=None, layout=layout, **flags):
         from datasets import Dataset, Features, List, Value
-        from dia_lora import Config
 
         from common.tokens import TokenDataset
+        from dia_lora import Config
         from models.dia import Clips
 
         kinds = {

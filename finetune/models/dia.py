@@ -421,26 +421,28 @@ def speak(model, texts: list[np.ndarray], max_frames: int, seed: int, **sampling
         prefill[:, : delay + 1, channel] = layout.bos
     was_training = dia.training
     dia.eval()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        streams = dia.generate(
-            input_ids=input_ids.to(device),
-            attention_mask=attention_mask.to(device),
-            decoder_input_ids=torch.from_numpy(prefill).to(device),
-            decoder_attention_mask=torch.ones(len(texts), layout.tail, dtype=torch.long, device=device),
-            max_new_tokens=max_frames + layout.tail,
-            **(
-                {
-                    "do_sample": False,
-                    "guidance_scale": None,
-                    "temperature": None,
-                    "top_p": None,
-                    "top_k": None,
-                }
-                | sampling
-            ),
-        )
-    dia.train(was_training)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            streams = dia.generate(
+                input_ids=input_ids.to(device),
+                attention_mask=attention_mask.to(device),
+                decoder_input_ids=torch.from_numpy(prefill).to(device),
+                decoder_attention_mask=torch.ones(len(texts), layout.tail, dtype=torch.long, device=device),
+                max_new_tokens=max_frames + layout.tail,
+                **(
+                    {
+                        "do_sample": False,
+                        "guidance_scale": None,
+                        "temperature": None,
+                        "top_p": None,
+                        "top_k": None,
+                    }
+                    | sampling
+                ),
+            )
+    finally:  # a failed sample must not leave the training without its dropout
+        dia.train(was_training)
     spoken = []
     for stream in streams.cpu().numpy():
         ends = np.flatnonzero(stream[1:, 0] == layout.eos)
@@ -455,6 +457,7 @@ def speak(model, texts: list[np.ndarray], max_frames: int, seed: int, **sampling
 
 def load_dia(path: str, dtype: torch.dtype, quantization=None):
     """DiaForConditionalGeneration from a hub id or a local folder; a local path never touches the network."""
+    from safetensors import SafetensorError
     from transformers import DiaConfig, DiaForConditionalGeneration
 
     local = Path(path).is_dir()
@@ -468,8 +471,13 @@ def load_dia(path: str, dtype: torch.dtype, quantization=None):
         raise UserError(f"--model {path} is a {config.model_type!r} model, not 'dia'.")
     options = {"quantization_config": quantization} if quantization else {}
     try:
-        return DiaForConditionalGeneration.from_pretrained(
-            path, dtype=dtype, local_files_only=local, use_safetensors=True, **options
+        model, info = DiaForConditionalGeneration.from_pretrained(
+            path, dtype=dtype, local_files_only=local, use_safetensors=True, output_loading_info=True, **options
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"--model {path}: {str(error).splitlines()[0]}") from None
+    if info["missing_keys"]:  # they would be random, with no more than a warning
+        raise UserError(
+            f"--model {path} lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}."
+        )
+    return model

@@ -6,7 +6,9 @@ never deleted.
 
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from common.config import UserError
 from common.runtime import Ranks, from_first, say
 
 TAG = "state"
+NAME = re.compile(r"step-\d{8,}")
 
 
 def _allow_list() -> None:
@@ -54,7 +57,12 @@ def read_index(folder: Path) -> list[dict]:
     if not path.is_file():
         return []
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["checkpoints"]
+        entries = json.loads(path.read_text(encoding="utf-8"))["checkpoints"]
+        for entry in entries:
+            # Only our own names: retention deletes what is listed, which must not lead out of this folder.
+            if not NAME.fullmatch(entry["name"]) or not {"step", "score"} <= set(entry):
+                raise ValueError(entry)
+        return entries
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path} is damaged; move it away to start over, or name a checkpoint with --resume.") from None
 
@@ -93,7 +101,7 @@ def save(folder: Path, engine, state: dict, average, ranks: Ranks, keep: int, sc
 
 def _retain(folder: Path, entries: list[dict], keep: int) -> None:
     """Keeps the newest `keep` and the best; the index forgets a folder before it is deleted."""
-    scored = [entry for entry in entries if entry["score"] is not None]
+    scored = [entry for entry in entries if entry["score"] is not None and math.isfinite(entry["score"])]
     kept = {entry["name"] for entry in entries[-keep:]}
     if scored:
         kept.add(min(scored, key=lambda entry: entry["score"])["name"])
@@ -148,6 +156,8 @@ def _damage(path: Path) -> str | None:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "manifest.json cannot be read"
+    if not isinstance(manifest, dict) or "trainer_state.json" not in manifest:
+        return "manifest.json does not list its files"
     for name, digest in manifest.items():
         file = path / name
         if not file.is_file():

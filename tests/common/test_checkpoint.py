@@ -1,0 +1,337 @@
+"""Checkpoints of a real DeepSpeed engine (ZeRO-2, one rank, CPU): whole or absent, and never dangerous."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from common import checkpoint
+from common.config import RunConfig, UserError
+from common.ds_config import resolve_ds
+
+IDENTITY = {"lr": 1e-3, "data_fingerprint": "abc", "lora_groups": ["attn"]}
+
+
+def build(seed, ema=0.9):
+    """An engine over a tiny network, one part of it frozen as LoRA's base is."""
+    from common.engine import Average, start_engine
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[0].bias.requires_grad_(False)
+    config = RunConfig(precision="fp32", lr=1e-2, clip=100.0)
+    ds = resolve_ds("ds_configs/zero2.json", config, 1)
+    engine = start_engine(model, lambda net, batch: (net(batch[0]) - batch[1]).square().sum(), config, ds, ("bias",))
+    return engine, Average(engine, ema)
+
+
+def train(engine, average, steps):
+    from common.engine import backward, take_step
+
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        backward(engine, engine((torch.randn(6, 4, generator=draw), torch.randn(6, 3, generator=draw))), 6.0, 1)
+        assert take_step(engine)[0]
+        average.update(step)
+
+
+def weights(engine, average):
+    from common.engine import full_weights
+
+    with average.in_place():
+        averaged = full_weights(engine)
+    return list(full_weights(engine).values()) + list(averaged.values())
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """This process as the only rank, and no trace of that afterwards."""
+    import deepspeed
+    import torch.distributed as dist
+
+    from common.runtime import start_ranks
+
+    before = dict(os.environ)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    yield start_ranks()
+    dist.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def trained(ranks):
+    engine, average = build(0)
+    train(engine, average, range(3))
+    return engine, average
+
+
+@pytest.fixture(scope="module")
+def template(trained, ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    save(folder, *trained, ranks, 3)
+    return folder
+
+
+@pytest.fixture
+def saved(template, tmp_path):
+    """A checkpoint of step 3 to do harm to."""
+    shutil.copytree(template, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints" / "step-00000003"
+
+
+def save(folder, engine, average, ranks, step, keep=2, score=None):
+    state = {"step": step, "best": score, "identity": IDENTITY}
+    return checkpoint.save(folder, engine, state, average, ranks, keep, score)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def listed(folder):
+    return [entry["name"] for entry in checkpoint.read_index(folder)]
+
+
+# ---- saving and loading ----------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_bitwise_after_loading(saved, ranks):
+    engine, average = build(0)
+    train(engine, average, range(6))
+    expected = weights(engine, average)
+    engine, average = build(1)
+    engine.module.model[0].load_state_dict(build(0)[0].module.model[0].state_dict())  # the frozen base is not saved
+    state = checkpoint.load(saved, engine, average, ranks, IDENTITY)
+    assert state["step"] == 3
+    train(engine, average, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(weights(engine, average), expected, strict=True))
+
+
+def test_frozen_weights_are_not_saved(saved):
+    (file,) = saved.rglob("*model_states.pt")
+    assert "model.0.bias" not in torch.load(file, weights_only=False)["module"]
+
+
+def test_nothing_but_the_checkpoint_and_the_index_is_left(template):
+    assert names(template) == ["index.json", "step-00000003"]
+    manifest = json.loads((template / "step-00000003" / "manifest.json").read_text())
+    files = {str(p.relative_to(template / "step-00000003")) for p in (template / "step-00000003").rglob("*.*")}
+    assert files == {*manifest, "manifest.json"}
+
+
+def test_saving_a_step_again_replaces_it(saved, trained, ranks):
+    save(saved.parent, *trained, ranks, 3, score=0.5)
+    assert checkpoint.read_index(saved.parent) == [{"name": "step-00000003", "step": 3, "score": 0.5}]
+    assert checkpoint._damage(saved) is None
+
+
+# ---- retention -------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_and_the_best_are_kept_and_foreign_folders_untouched(trained, ranks, tmp_path):
+    foreign = ["step-best", "step-00000099", ".step-00000002.tmp.old", "step-1", "other"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text("x")
+    (tmp_path / "notes.txt").write_text("x")
+    for step, score in enumerate([float("nan"), 0.2, 0.5, None, 0.9, 0.3], start=1):
+        save(tmp_path, *trained, ranks, step, keep=2, score=score)
+        mine = set(names(tmp_path)) - {*foreign, "notes.txt", "index.json"}
+        assert mine == set(listed(tmp_path))
+    assert listed(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
+    assert all((tmp_path / name / "precious").exists() for name in foreign)
+
+
+def test_without_scores_exactly_keep_are_kept(trained, ranks, tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, *trained, ranks, step, keep=3)
+    assert listed(tmp_path) == [f"step-0000000{n}" for n in (3, 4, 5)]
+
+
+def test_a_renamed_checkpoint_is_not_the_projects_any_more(saved, trained, ranks):
+    saved.rename(saved.parent / "my-favourite")
+    for step in (4, 5, 6):
+        save(saved.parent, *trained, ranks, step)
+    assert names(saved.parent) == ["index.json", "my-favourite", "step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("name", ["../precious", "..", ".", "step-00000003/../../precious"])
+def test_an_index_that_points_outside_deletes_nothing(saved, trained, ranks, name):
+    precious = saved.parent.parent / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    index = saved.parent / "index.json"
+    content = json.loads(index.read_text())
+    content["checkpoints"].insert(0, {"name": name, "step": 1, "score": None})
+    index.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="index.json"):
+        for step in (4, 5, 6):
+            save(saved.parent, *trained, ranks, step)
+    assert (precious / "file").exists() and saved.exists()
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from test_checkpoint_helper import build, save
+from pathlib import Path
+from common import checkpoint
+from common.runtime import start_ranks
+ranks = start_ranks()
+engine, average = build(0)
+folder = Path({folder!r})
+save(folder, engine, average, ranks, 1)
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.{victim} = die
+save(folder, engine, average, ranks, 2)
+"""
+
+
+@pytest.mark.fault
+def test_a_kill_before_the_index_is_written_leaves_the_older_one_in_charge(ranks, tmp_path):
+    """Killed after the rename: the new folder is whole, but nothing vouches for it."""
+    folder = tmp_path / "checkpoints"
+    shutil.copy(__file__, tmp_path / "test_checkpoint_helper.py")
+    code = KILLED.format(path=[str(tmp_path), *sys.path], folder=str(folder), victim="_retain")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"MASTER_PORT": port}, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    assert names(folder) == ["index.json", "step-00000001", "step-00000002"]
+    assert checkpoint.choose("auto", folder, ranks) == folder / "step-00000001"
+    engine, average = build(0)
+    assert checkpoint.load(folder / "step-00000001", engine, average, ranks, IDENTITY)["step"] == 1
+    save(folder, engine, average, ranks, 2)
+    assert listed(folder) == ["step-00000001", "step-00000002"]
+
+
+def test_a_draft_that_a_kill_left_behind_is_no_checkpoint(saved, trained, ranks):
+    draft = saved.parent / ".step-00000004.tmp"
+    draft.mkdir()
+    (draft / "half").write_text("x")
+    assert checkpoint.choose("auto", saved.parent, ranks) == saved
+    final = save(saved.parent, *trained, ranks, 4)
+    assert not draft.exists() and not (final / "half").exists()
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_newest_or_starts_afresh(saved, ranks, tmp_path):
+    assert checkpoint.choose("auto", saved.parent, ranks) == saved
+    assert checkpoint.choose("auto", tmp_path / "nowhere", ranks) is None
+
+
+def test_never_refuses_a_folder_that_was_used(saved, ranks, tmp_path):
+    assert checkpoint.choose("never", tmp_path / "nowhere", ranks) is None
+    with pytest.raises(UserError, match="already holds checkpoints"):
+        checkpoint.choose("never", saved.parent, ranks)
+
+
+def test_a_path_must_be_a_complete_checkpoint(saved, ranks):
+    assert checkpoint.choose(str(saved), Path("elsewhere"), ranks) == saved
+    (saved / "manifest.json").unlink()
+    for path in (saved, saved.parent, saved / "nowhere"):
+        with pytest.raises(UserError, match=f"--resume {path} is not a complete checkpoint"):
+            checkpoint.choose(str(path), saved.parent, ranks)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"checkpoints": [{}]}', '{"checkpoints": 3}', "null"])
+def test_a_damaged_index_is_refused_by_name(saved, ranks, content):
+    (saved.parent / "index.json").write_text(content)
+    with pytest.raises(UserError, match="index.json"):
+        checkpoint.choose("auto", saved.parent, ranks)
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------
+
+
+def load_refused(path, ranks, trained, words, identity=IDENTITY):
+    before = weights(*trained)
+    with pytest.raises(UserError, match=words) as error:
+        checkpoint.load(path, *trained, ranks, identity)
+    assert str(path) in str(error.value)
+    assert all(torch.equal(a, b) for a, b in zip(weights(*trained), before, strict=True)), "nothing was loaded"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
+@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt", "average-*.pt", "trainer_state.json"])
+def test_harm_to_any_file_is_found_and_named(saved, ranks, trained, harm, pattern):
+    (file,) = saved.rglob(pattern)
+    data = bytearray(file.read_bytes())
+    if harm == "delete":
+        file.unlink()
+    elif harm == "truncate":
+        file.write_bytes(data[:-1])
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    load_refused(saved, ranks, trained, file.name)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null"])
+def test_a_manifest_that_vouches_for_nothing_is_refused(saved, ranks, trained, content):
+    (saved / "manifest.json").write_text(content)
+    load_refused(saved, ranks, trained, "manifest.json")
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt", "average-*.pt"])
+def test_a_planted_pickle_never_runs_though_its_checksum_is_right(saved, ranks, tmp_path, pattern):
+    (file,) = saved.rglob(pattern)
+    marker = tmp_path / "it-ran"
+    content = torch.load(file, weights_only=False)
+    torch.save({"inside": Payload(marker), "rest": content} if pattern != "average-*.pt" else [Payload(marker)], file)
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest[str(file.relative_to(saved))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.load(saved, *build(0), ranks, IDENTITY)
+    assert not marker.exists()
+
+
+def test_the_payload_would_run_if_it_were_let(tmp_path):
+    """Proof that the test above could fail."""
+    pickle.loads(pickle.dumps(Payload(tmp_path / "it-ran")))
+    assert (tmp_path / "it-ran").exists()
+
+
+# ---- another run -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lr": 2e-3}, "lr: 0.001 then, 0.002 now"),
+        ({"data_fingerprint": "xyz"}, "data_fingerprint: 'abc' then, 'xyz' now"),
+        ({"new_flag": 1}, "new_flag: None then, 1 now"),
+    ],
+)
+def test_another_run_is_refused_with_the_field_and_both_values(saved, ranks, trained, change, words):
+    load_refused(saved, ranks, trained, words, IDENTITY | change)

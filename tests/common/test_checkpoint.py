@@ -54,25 +54,6 @@ def weights(engine, average):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    """This process as the only rank, and no trace of that afterwards."""
-    import deepspeed
-    import torch.distributed as dist
-
-    from common.runtime import start_ranks
-
-    before = dict(os.environ)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-    yield start_ranks()
-    dist.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="module")
 def trained(ranks):
     engine, average = build(0)
     train(engine, average, range(3))

@@ -1,0 +1,110 @@
+"""The DeepSpeed engine of one rank against a plain PyTorch loop. More ranks: tests/test_dia_lora*.py."""
+
+import pytest
+import torch
+from torch import nn
+
+from common.config import RunConfig
+from common.ds_config import resolve_ds
+from common.engine import Average, backward, full_gradients, full_weights, set_learning_rate, start_engine, take_step
+
+pytestmark = pytest.mark.usefixtures("ranks")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_sum(net, batch):
+    return (net(batch[0]) - batch[1]).square().sum()
+
+
+def batch(seed, rows):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 4, generator=draw), torch.randn(rows, 3, generator=draw)
+
+
+CONFIG = RunConfig(precision="fp32", lr=1e-2, clip=0.5, accumulation=2, weight_decay=0.1)
+
+
+def build(tmp_path, stage, config=CONFIG):
+    file = tmp_path / "ds.json"
+    file.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
+    return start_engine(network(), loss_sum, config, resolve_ds(str(file), config, 1), ("bias",))
+
+
+def engine_step(engine, step):
+    """Two micro-batches of unequal size, normalised by the whole step."""
+    backward(engine, engine(batch(2 * step, 3)), 10.0, 1)
+    engine.step()
+    backward(engine, engine(batch(2 * step + 1, 7)), 10.0, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steps_equal_a_plain_loop_over_the_whole_batch(tmp_path, stage):
+    engine = build(tmp_path, stage)
+    net = network()
+    decay = [{"params": [p for n, p in net.named_parameters() if ("bias" in n) == b], "weight_decay": d}
+             for b, d in ((False, 0.1), (True, 0.0))]  # fmt: skip
+    plain = torch.optim.AdamW(decay, lr=1e-2, betas=(0.9, 0.95))
+    for step in range(4):
+        engine_step(engine, step)
+        x, y = (torch.cat(pair) for pair in zip(batch(2 * step, 3), batch(2 * step + 1, 7), strict=True))
+        plain.zero_grad()
+        ((net(x) - y).square().sum() / 10).backward()
+        if step == 0:
+            for name, grad in full_gradients(engine).items():
+                assert torch.allclose(grad, net.get_parameter(name).grad, atol=1e-6), name
+        lr = 1e-2 / (step + 1)
+        set_learning_rate(engine, lr)
+        for group in plain.param_groups:
+            group["lr"] = lr
+        applied, norm = take_step(engine)
+        assert applied and norm == pytest.approx(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)), rel=1e-5)
+        plain.step()
+    for name, weight in full_weights(engine).items():
+        assert torch.allclose(weight, net.get_parameter(name), rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value):
+    engine = build(tmp_path, stage)
+    engine_step(engine, 0)
+    take_step(engine)
+    before = full_weights(engine)
+    backward(engine, engine(batch(5, 3)), 10.0, 1)
+    engine.step()
+    x, y = batch(6, 7)
+    y[0, 0] = value
+    backward(engine, engine((x, y)), 10.0, 1)
+    assert take_step(engine)[0] is False
+    assert all(torch.equal(w, before[name]) for name, w in full_weights(engine).items())
+    engine_step(engine, 1)
+    assert take_step(engine)[0] is True
+    assert all(w.isfinite().all() and not torch.equal(w, before[name]) for name, w in full_weights(engine).items())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_average_is_the_textbook_one_and_only_borrowed(tmp_path, stage):
+    engine = build(tmp_path, stage)
+    average = Average(engine, 0.9)
+    expected = full_weights(engine)
+    for step in range(5):
+        engine_step(engine, step)
+        take_step(engine)
+        average.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = {name: decay * expected[name] + (1 - decay) * w for name, w in full_weights(engine).items()}
+    own = full_weights(engine)
+    x, y = batch(9, 4)
+    own_loss = float(engine((x, y)))
+    with average.in_place():
+        for name, weight in full_weights(engine).items():
+            assert torch.allclose(weight, expected[name], atol=1e-6)
+        net = network()
+        net.load_state_dict(expected)
+        assert float(engine((x, y))) == pytest.approx(float(loss_sum(net, (x, y))), rel=1e-5)
+    assert all(torch.equal(w, own[name]) for name, w in full_weights(engine).items())
+    assert float(engine((x, y))) == own_loss

@@ -54,7 +54,7 @@ def test_no_flags_give_the_dataclass_defaults():
 
 def test_every_field_is_a_flag_that_sets_it():
     other = {str: "x", int: 7, float: 0.5, bool: True}
-    special = {"lr": 2e-4, "resume": "never"}
+    special = {"lr": 2e-4, "ds": "ds_configs/zero3.json"}
     for item in dataclasses.fields(Config):
         if item.type in other and item.name not in ("model", "data"):
             value = special.get(item.name, other[item.type])
@@ -86,7 +86,11 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(capsys):
 
 @pytest.mark.parametrize("name", ["--ds", "--deepspeed_config"])
 def test_the_ds_file_has_two_names(name):
-    assert parse(name, "a.json").ds == "a.json"
+    assert parse(name, "ds_configs/zero3.json").ds == "ds_configs/zero3.json"
+
+
+def test_a_missing_ds_file_is_refused_before_anything_heavy(capsys):
+    assert refused(capsys, "--ds", "nowhere.json").startswith("error: --ds nowhere.json: no such file")
 
 
 @pytest.mark.parametrize("word", ["--local_rank=1", "--local-rank=1"])

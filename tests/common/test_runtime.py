@@ -14,7 +14,7 @@ from common.runtime import _agree_on_free_port, _free_port
 HEAD = """
 import sys
 from common.config import UserError
-from common.runtime import Stopped, run, stop_requested
+from common.runtime import Stopped, catch_signals, run, stop_requested
 def main(config):
 """
 
@@ -54,7 +54,8 @@ def test_other_ranks_leave_no_outcome_and_speak_later(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_is_a_wish_not_an_end(number, tmp_path):
-    body = f"import os; os.kill(os.getpid(), {int(number)}); assert stop_requested(); raise Stopped('in order')"
+    kill = f"import os; os.kill(os.getpid(), {int(number)})"
+    body = f"catch_signals(); {kill}; assert stop_requested(); raise Stopped('in order')"
     done, outcome = end_of(body, tmp_path)
     assert done.returncode == 75 and outcome == "75"
 

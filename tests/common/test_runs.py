@@ -1,0 +1,56 @@
+"""The run folder and what identifies a run."""
+
+import dataclasses
+import json
+
+import pytest
+
+from common.config import RunConfig
+from common.runs import FREE_TO_CHANGE, fresh, identity, replace, run_folder, write_config
+
+
+def test_every_field_that_is_free_to_change_exists():
+    assert {field.name for field in dataclasses.fields(RunConfig)} >= FREE_TO_CHANGE
+
+
+@pytest.mark.parametrize(
+    "field", ["lr", "seed", "accumulation", "micro_tokens", "precision", "clip", "steps", "warmup"]
+)
+def test_what_changes_the_numbers_changes_the_identity(field, one_rank):
+    other = {"precision": "fp32"}.get(field, 7)
+    one, two = (identity(RunConfig(**flags), 2, one_rank, "abc") for flags in ({}, {field: other}))
+    assert [name for name in one if one[name] != two[name]] == [field]
+
+
+@pytest.mark.parametrize("field", ["out", "save_every", "keep", "ds"])
+def test_what_does_not_may_change(field, one_rank):
+    assert identity(RunConfig(**{field: 7}), 2, one_rank, "a") == identity(RunConfig(), 2, one_rank, "a")
+
+
+def test_stage_ranks_and_data_are_part_of_it(one_rank):
+    facts = identity(RunConfig(), 3, one_rank, "abc")
+    assert (facts["zero_stage"], facts["ranks"], facts["data_fingerprint"]) == (3, 1, "abc")
+    assert json.loads(json.dumps(facts)) == facts, "it is compared after a way through JSON"
+
+
+def test_config_json_holds_what_a_repetition_needs(tmp_path):
+    write_config(tmp_path / "run", "dia_lora", RunConfig(seed=5), {"zero_optimization": {"stage": 2}}, {"ranks": 2})
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["config"] == dataclasses.asdict(RunConfig(seed=5)) and written["ranks"] == 2
+    assert {"torch", "deepspeed", "transformers", "peft"} <= set(written["versions"])
+    assert len(written["git_commit"]) in (7, 40) and [p.name for p in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_the_run_folder_is_out_or_named_after_recipe_and_time(one_rank):
+    assert str(run_folder(RunConfig(out="a/b"), "dia_lora", one_rank)) == "a/b"
+    assert str(run_folder(RunConfig(), "dia_lora", one_rank)).startswith("runs/dia_lora-20")
+
+
+def test_a_folder_is_replaced_whole(tmp_path):
+    draft, final = tmp_path / ".export.tmp", tmp_path / "export"
+    for round_ in ("one", "two"):
+        fresh(draft)
+        (draft / round_).write_text("x")
+        replace(draft, final)
+        assert [p.name for p in final.iterdir()] == [round_]
+    assert [p.name for p in tmp_path.iterdir()] == ["export"]

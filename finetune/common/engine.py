@@ -63,15 +63,13 @@ def take_step(engine) -> tuple[bool, float]:
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
         applied = norm < float("inf")
-        optimizer_step = engine.optimizer.step
-        if not applied:
+        if not applied:  # DeepSpeed still counts the step, but nothing is updated
             for parameter in parameters:
-                parameter.grad.zero_()  # not None: DeepSpeed's clipping trips over having no gradient at all
-            engine.optimizer.step = lambda *_: None  # with zero gradients momentum and decay would still move weights
-        try:
-            engine.step()
-        finally:
-            engine.optimizer.step = optimizer_step
+                parameter.grad.zero_()
+            engine.optimizer.step = lambda: None
+        engine.step()
+        if not applied:
+            del engine.optimizer.step
         return applied, norm
     engine.step()
     norm = engine.get_global_grad_norm()

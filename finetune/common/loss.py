@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 
 IGNORE = -100
-CHUNK_LOGITS = 2**23  # logits held at a time (fp32: 32 MB)
+CHUNK_LOGITS = 2**22  # logits held at a time (fp32: 16 MB)
 
 
-def token_losses(logits_nv: torch.Tensor, labels_nc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token losses (N, C), 0 where ignored, and the fp32 logits as (N, C, V)."""
+def token_losses(logits_nv: torch.Tensor, labels_nc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-token losses (N, C), 0 where ignored; the fp32 logits as (N, C, V) and their logsumexp (N, C)."""
     n, c = labels_nc.shape
     logits = logits_nv.float().view(n, c, -1)
+    total = torch.logsumexp(logits, dim=-1)
     picked = logits.gather(-1, labels_nc.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    losses = torch.logsumexp(logits, dim=-1) - picked
-    return losses.masked_fill(labels_nc == IGNORE, 0.0), logits
+    return (total - picked).masked_fill(labels_nc == IGNORE, 0.0), logits, total
 
 
 class _GradientInForward(torch.autograd.Function):
@@ -33,26 +33,35 @@ class _GradientInForward(torch.autograd.Function):
         for start in range(0, len(hidden_nd), rows):
             part = slice(start, start + rows)
             hidden, labels, scale = hidden_nd[part], labels_nc[part], weights_nc[part]
-            losses_nc[part], logits = token_losses(hidden @ weight.T, labels)
+            losses_nc[part], logits, total = token_losses(hidden @ weight.T, labels)
             if grad_hidden is None and grad_weight is None:
                 continue
-            grad = torch.softmax(logits, dim=-1)
-            grad.scatter_add_(-1, labels.clamp(min=0).unsqueeze(-1), -torch.ones_like(grad[..., :1]))
-            grad = (grad * scale.unsqueeze(-1)).view(len(labels), -1).to(weight.dtype)
+            # softmax - one_hot, in the memory of the logits
+            grad = logits.sub_(total.unsqueeze(-1)).exp_()
+            grad.scatter_add_(-1, labels.clamp(min=0).unsqueeze(-1), grad.new_full((*labels.shape, 1), -1.0))
+            grad = grad.mul_(scale.unsqueeze(-1)).view(len(labels), -1).to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = grad @ weight
+                torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden
+                # Summed in fp32 over the chunks, whatever the head computes in.
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad.T, hidden)
+                else:
+                    grad_weight += grad.T @ hidden
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.grads = grad_hidden, grad_weight
         ctx.mark_non_differentiable(losses_nc)
         return (losses_nc * weights_nc).sum(), losses_nc
 
     @staticmethod
     def backward(ctx, grad_sum, _):
-        grads = [None if grad is None else grad * grad_sum.to(grad.dtype) for grad in ctx.saved_tensors]
-        return *grads, None, None, None
+        grad_hidden, grad_weight = ctx.grads
+        ctx.grads = None  # runs once: the gradients are scaled in place and handed over without a copy
+        for grad in (grad_hidden, grad_weight):
+            if grad is not None:
+                grad.mul_(grad_sum)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _head_forward(head: nn.Linear, hidden_nd, labels_nc=None, weights_nc=None):
@@ -85,7 +94,7 @@ def codebook_loss(head, hidden_nd, labels_nc, weights_nc) -> tuple[torch.Tensor,
     """Weighted sum of the token losses (differentiable) and the token losses (N, C) themselves."""
     if _fused(head):
         return head(hidden_nd, labels_nc, weights_nc)
-    losses, _ = token_losses(head(hidden_nd), labels_nc)
+    losses, *_ = token_losses(head(hidden_nd), labels_nc)
     return (losses * weights_nc).sum(), losses.detach()
 
 
@@ -96,5 +105,5 @@ def codebook_stats(head, hidden_nd, labels_nc) -> tuple[torch.Tensor, torch.Tens
 
 
 def _stats(logits_nv, labels_nc):
-    losses, logits = token_losses(logits_nv, labels_nc)
+    losses, logits, _ = token_losses(logits_nv, labels_nc)
     return losses, logits.argmax(-1)

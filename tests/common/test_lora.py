@@ -33,6 +33,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.head = nn.Linear(WIDTH, OUT, bias=False)
         self.q_proj = nn.Linear(WIDTH, WIDTH)  # same last name, outside every group
+        self.overhead = nn.Linear(WIDTH, WIDTH)  # a name that contains the name of a group
 
     def forward(self, x):
         for layer in self.layers:

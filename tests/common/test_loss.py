@@ -74,7 +74,9 @@ def test_gradients_equal_numerical_ones():
     assert float((hidden.grad * direction).sum()) == pytest.approx(float(ahead - behind) / (2 * step), rel=1e-4)
 
 
-def test_bf16_stays_near_fp32():
+@pytest.mark.parametrize("rows", [5, 1000])
+def test_bf16_stays_near_fp32(rows, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", rows * C * V)
     head, hidden, labels, weights = problem(torch.bfloat16)
     reference = nn.Linear(D, C * V, bias=False)
     reference.weight.data = head.weight.detach().float()

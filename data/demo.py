@@ -224,7 +224,7 @@ def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
 
     torch.manual_seed(SEED)
     # Of the scales tried, from 0.02 to 0.3, the one whose loss fell fastest at these widths.
-    scale = 0.04
+    scale = 0.1
     encoder = DiaEncoderConfig(
         num_hidden_layers=2,
         hidden_size=32,

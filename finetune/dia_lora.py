@@ -18,7 +18,7 @@ from typing import Literal
 
 from common.config import RunConfig, UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import catch_signals
+from common.runtime import bar_codecs, catch_signals
 
 # ---- arguments -------------------------------------------------------------------------------------------------
 
@@ -67,6 +67,7 @@ DEMO = {
 
 if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and no signal is lost
     catch_signals()
+    bar_codecs()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
 
 import deepspeed

@@ -15,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "finetune"))
 
 
 def main() -> None:
+    from common.runtime import bar_codecs
+
+    bar_codecs()
     recipe = importlib.import_module(sys.argv[1])
     import numpy as np
     import torch
@@ -38,7 +41,9 @@ def main() -> None:
             logits = model(**batch, use_cache=False).logits
         if ranks.first:
             np.savez(Path(config.out) / "probe.npz", logits=logits.float().numpy())
-            (Path(config.out) / "modules.json").write_text(json.dumps(sorted(sys.modules)))
+            (Path(config.out) / "modules.json").write_text(
+                json.dumps(sorted(name for name, module in sys.modules.items() if module))
+            )
 
 
 if __name__ == "__main__":

@@ -46,6 +46,15 @@ def catch_signals() -> None:
         signal.signal(number, lambda *_: _stop.set())
 
 
+def bar_codecs() -> None:
+    """A training process never loads a codec or a resampler; importing one fails from here on.
+
+    transformers would import torchaudio and librosa by itself, which takes seconds a rank.
+    """
+    for name in ("dac", "audiotools", "torchaudio", "librosa"):
+        sys.modules[name] = None
+
+
 def stop_requested() -> bool:
     return _stop.is_set()
 

@@ -110,6 +110,9 @@ def start_ranks(timeout_minutes: float = 30) -> Ranks:
     os.environ.setdefault("MASTER_PORT", DEFAULT_PORT)
     rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     ranks_here = int(os.environ.get("LOCAL_SIZE", world))
+    # DeepSpeed compiles its operators with the ninja it finds in PATH. Another version than the environment's own
+    # takes the finished ones for stale and compiles them again, a minute each time.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     note = Path(tempfile.gettempdir()) / f"audio-finetune-port-{os.getuid()}-{os.getppid()}"
     if os.environ["MASTER_PORT"] == DEFAULT_PORT and ranks_here == world:
         os.environ["MASTER_PORT"] = _agree_on_free_port(rank, world, note)

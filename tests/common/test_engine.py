@@ -1,5 +1,9 @@
 """The DeepSpeed engine of one rank against a plain PyTorch loop. More ranks: tests/test_dia_lora*.py."""
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +13,11 @@ from common.ds_config import resolve_ds
 from common.engine import Average, backward, full_gradients, full_weights, set_learning_rate, start_engine, take_step
 
 pytestmark = pytest.mark.usefixtures("ranks")
+
+
+def test_operators_are_compiled_with_the_environments_own_ninja():
+    """Two versions that take turns compile everything again, a minute each time."""
+    assert Path(shutil.which("ninja")).parent == Path(sys.executable).parent
 
 
 def network():

@@ -26,27 +26,27 @@ from common.runtime import bar_codecs, catch_signals
 @dataclass
 class Config(RunConfig):
     lora_groups: list[str] = flag(["attn"], "groups (enc_attn dec_self ...) or presets (attn attn_mlp decoder)")
-    lora_rank: int = flag(16, "rank r of the update")
-    lora_alpha: float = flag(16.0, "scale of the update is alpha / r")
-    lora_dropout: float = flag(0.05, "dropout on the input of the update")
+    lora_rank: int = flag(16, "rank r of the update", low=1)
+    lora_alpha: float = flag(16.0, "scale of the update is alpha / r", low=0)
+    lora_dropout: float = flag(0.05, "dropout on the input of the update", low=0, high=0.95)
     group_ranks: list[str] = flag([], "other ranks for some groups, such as dec_cross=32")
     rslora: bool = flag(False, "scale by alpha / sqrt(r)")
     dora: bool = flag(False, "weight-decomposed LoRA")
     load_in: Literal["full", "8bit", "4bit"] = flag("full", "how the frozen base is held (bitsandbytes)")
 
     text_mode: Literal["speech", "tags"] = flag("speech", "a transcript, or comma-separated tags (music)")
-    tag_dropout: float = flag(0.1, "tags: probability to drop each")
-    tag_limit: int = flag(0, "tags: at most this many; 0 = all")
+    tag_dropout: float = flag(0.1, "tags: probability to drop each", low=0, high=1)
+    tag_limit: int = flag(0, "tags: at most this many; 0 = all", low=0)
     tag_map: str = flag("", "JSON file of tags that become one trained control byte each; empty = none")
     allow_empty_text: bool = flag(False, "train on clips that have no text")
     over_long_text: Literal["error", "drop"] = flag("error", "texts over the model's limit; never cut")
-    max_seconds: float = flag(0.0, "longest part of a clip to train on; 0 = the model's limit")
+    max_seconds: float = flag(0.0, "longest part of a clip to train on; 0 = the model's limit", low=0)
     over_long: Literal["error", "drop", "crop"] = flag("error", "longer clips; crop only for tag prompts")
-    uncond: float = flag(0.15, "share of samples without text, which guidance needs")
+    uncond: float = flag(0.15, "share of samples without text, which guidance needs", low=0, high=1)
     uncond_scope: Literal["sample", "step"] = flag("sample", "decide a sample, or a whole step on all ranks")
     channel_weights: Literal["equal", "first4x"] = flag("equal", "loss weight of the codebooks")
-    eos_weight: float = flag(1.0, "loss weight of the end token")
-    sample_frames: int = flag(0, "longest sample; 0 = 1.5 x the longest evaluation clip")
+    eos_weight: float = flag(1.0, "loss weight of the end token", low=0)
+    sample_frames: int = flag(0, "longest sample; 0 = 1.5 x the longest evaluation clip", low=0)
 
 
 # The demo learns a random tiny model from nothing, so LoRA also needs the MLPs and the head, and a high rate.
@@ -115,6 +115,8 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]) -> PeftModel:
     """The frozen base with LoRA on the named groups. Under ZeRO-3 it is built sharded, never whole on a rank."""
     if stage_of(ds) == 3 and config.load_in != "full":
         raise UserError(f"--load-in {config.load_in} needs ZeRO-2: a quantised base cannot be sharded.")
+    if stage_of(ds) == 3 and tag_map:
+        raise UserError("--tag-map needs ZeRO-2: PEFT cannot train single rows of a sharded embedding.")
     engine.build_sharded(ds)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     model = dia.load_dia(config.model, dtype, quantization(config, dtype))
@@ -284,7 +286,8 @@ def train(config: Config, ranks: Ranks, ds: dict):
     if found:
         state = checkpoint.load(found, ds_engine, average, ranks, identity)
         start, best = state["step"], state["best"]
-        tracker.forget_after(start)
+    tracker.forget_after(start if found else -1)
+    if found:
         tracker.event("resume", start, checkpoint=str(found))
         say(f"going on after step {start} from {found}")
     if ranks.first:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ class UserError(Exception):
     """The user's mistake: shown as one sentence that names the flag, file or sample, without a traceback."""
 
 
-def flag(default, meaning: str, *, group: str = "recipe"):
-    """A config field whose meaning becomes its --help text."""
-    metadata = {"help": meaning, "group": group}
+def flag(default, meaning: str, *, group: str = "recipe", low: float | None = None, high: float | None = None):
+    """A config field whose meaning becomes its --help text; `low` and `high` are the values it may take."""
+    metadata = {"help": meaning, "group": group, "low": low, "high": high}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -36,28 +37,34 @@ class RunConfig:
     dry_run: bool = flag(False, "print sizes, plan and memory, take one step on the longest batch, stop", group="run")
     verify_data: bool = flag(True, "check the dataset's checksums and id ranges before training", group="run")
 
-    steps: int = flag(0, "optimizer steps; 0 = as many as --epochs need", group="schedule")
-    epochs: float = flag(1.0, "passes over the data, used when --steps is 0", group="schedule")
+    steps: int = flag(0, "optimizer steps; 0 = as many as --epochs need", group="schedule", low=0)
+    epochs: float = flag(1.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
     lr: float = flag(1e-4, "peak learning rate", group="schedule")
-    warmup: float = flag(0.03, "warm-up, as a share of the steps (below 1) or in optimizer steps", group="schedule")
-    min_lr_ratio: float = flag(0.1, "the cosine ends at this share of --lr", group="schedule")
-    micro_tokens: int = flag(8192, "padded decoder positions a rank and micro-batch, at most", group="schedule")
-    accumulation: int = flag(1, "micro-batches a rank and optimizer step", group="schedule")
+    warmup: float = flag(
+        0.03, "warm-up, as a share of the steps (below 1) or in optimizer steps", group="schedule", low=0
+    )
+    min_lr_ratio: float = flag(0.1, "the cosine ends at this share of --lr", group="schedule", low=0, high=1)
+    micro_tokens: int = flag(8192, "padded decoder positions a rank and micro-batch, at most", group="schedule", low=1)
+    accumulation: int = flag(1, "micro-batches a rank and optimizer step", group="schedule", low=1)
     seed: int = flag(0, "key of every random decision", group="schedule")
 
     optimizer: Literal["adamw", "adamw8bit"] = flag("adamw", "adamw8bit is bitsandbytes'", group="optimizer")
-    weight_decay: float = flag(0.01, "on projection matrices only; 0 = off", group="optimizer")
-    clip: float = flag(1.0, "largest global gradient norm", group="optimizer")
-    ema: float = flag(0.0, "decay of the average of the trained weights; 0 = off", group="optimizer")
+    weight_decay: float = flag(0.01, "on projection matrices only; 0 = off", group="optimizer", low=0)
+    clip: float = flag(1.0, "largest global gradient norm", group="optimizer", low=1e-6)
+    ema: float = flag(
+        0.0, "decay of the average of the trained weights; 0 = off", group="optimizer", low=0, high=0.99999
+    )
     precision: Literal["bf16", "fp32"] = flag("bf16", "compute; masters and loss are fp32", group="optimizer")
     gradient_checkpointing: bool = flag(False, "recompute activations: less memory, slower", group="optimizer")
-    max_skips: int = flag(3, "abort after this many non-finite steps in a row", group="optimizer")
+    max_skips: int = flag(3, "abort after this many non-finite steps in a row", group="optimizer", low=1)
 
-    save_every: int = flag(500, "optimizer steps between checkpoints; 0 = only at the end", group="output")
-    keep: int = flag(2, "newest checkpoints to keep (at least 2); the best is kept too", group="output")
-    eval_every: int = flag(500, "optimizer steps between evaluations; 0 = only at the start and end", group="output")
-    sample_every: int = flag(0, "optimizer steps between samples; 0 = only at the end", group="output")
-    samples: int = flag(4, "texts of the evaluation data to speak at each sampling; 0 = none", group="output")
+    save_every: int = flag(500, "optimizer steps between checkpoints; 0 = only at the end", group="output", low=0)
+    keep: int = flag(2, "newest checkpoints to keep (at least 2); the best is kept too", group="output", low=2)
+    eval_every: int = flag(
+        500, "optimizer steps between evaluations; 0 = only at the start and end", group="output", low=0
+    )
+    sample_every: int = flag(0, "optimizer steps between samples; 0 = only at the end", group="output", low=0)
+    samples: int = flag(4, "texts of the evaluation data to speak at each sampling; 0 = none", group="output", low=0)
     export: bool = flag(True, "write the trained artifact at the end", group="output")
 
 
@@ -112,17 +119,10 @@ def check(config: RunConfig) -> None:
     # 1e-7 is what a warm-up prints at its first step; as a peak it trains nothing. Above 1e-2 Adam diverges.
     if not 1e-6 <= config.lr <= 1e-2:
         raise UserError(f"--lr {config.lr:g} is outside 1e-06 .. 0.01; LoRA usually takes 1e-4, full tuning 1e-5.")
-    for name, low in (("accumulation", 1), ("micro_tokens", 1), ("keep", 2), ("max_skips", 1)):
-        if getattr(config, name) < low:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is below {low}.")
-    for name in ("steps", "warmup", "save_every", "eval_every", "sample_every", "samples", "weight_decay"):
-        if not getattr(config, name) >= 0:  # so written, a NaN is refused too
-            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} is negative or no number.")
-    if not config.clip > 0:
-        raise UserError(f"--clip {config.clip:g} must be above 0 (use a large value to never clip).")
-    if config.steps == 0 and not 0 < config.epochs < float("inf"):
+    for item in dataclasses.fields(config):
+        low, high, value = item.metadata["low"], item.metadata["high"], getattr(config, item.name)
+        if low is not None and not low <= value <= (math.inf if high is None else high):  # NaN is refused too
+            bounds = f"{low:g} or more" if high is None else f"{low:g} .. {high:g}"
+            raise UserError(f"--{item.name.replace('_', '-')} {value} is refused: it takes {bounds}.")
+    if config.steps == 0 and not 0 < config.epochs < math.inf:
         raise UserError(f"--epochs {config.epochs:g} gives no steps; set --steps or --epochs above 0.")
-    if not 0 <= config.min_lr_ratio <= 1:
-        raise UserError(f"--min-lr-ratio {config.min_lr_ratio:g} must be between 0 and 1.")
-    if not 0 <= config.ema < 1:
-        raise UserError(f"--ema {config.ema:g} must be at least 0 and below 1.")

@@ -91,6 +91,18 @@ def read_key(out: Path) -> str | None:
 
 
 def build(folder: Path, final: Path) -> None:
+    import torch
+
+    # Threads only cost time on models this small, and on a busy machine minutes.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        build_parts(folder, final)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def build_parts(folder: Path, final: Path) -> None:
     folder.mkdir(parents=True)
     clips = write_corpus(folder / "audio")
     print(f"  {len(clips)} clips synthesised", flush=True)

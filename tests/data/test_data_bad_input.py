@@ -187,7 +187,7 @@ def small_disk(tmp_path):
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs here")
     yield place
-    subprocess.run(["umount", place], check=True)
+    subprocess.run(["umount", "--lazy", place], check=True)  # a failed test may still hold a file
 
 
 def test_full_disk_then_the_same_command(encode, clip, small_disk, tmp_path):

@@ -11,7 +11,6 @@ number of ranks: ./launch.sh dia_lora --model ... . On a laptop, in a minute, wi
 
 import functools
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -71,20 +70,19 @@ if __name__ == "__main__":  # before the heavy imports: mistakes answer at once,
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
 
 import deepspeed
-import numpy as np
 import torch
 from peft import PeftModel
 
-from common import checkpoint, engine, lora, memory, runs, samples
+from common import checkpoint, engine, health, lora, memory, runs, samples
 from common.feed import mover, prefetch
 from common.keyed import key64
 from common.loss import fuse_head
 from common.optim import learning_rate
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, Stopped, all_sum, memory_gb, run, say, start_ranks, stop_requested
+from common.runtime import Ranks, all_sum, run_main, say, start_ranks
 from common.tokens import TokenDataset
-from common.track import Tracker
+from common.track import Meter
 from models import dia
 
 # ---- model -----------------------------------------------------------------------------------------------------
@@ -170,12 +168,14 @@ def parse_group_ranks(items: list[str], found: dict) -> dict[str, int]:
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
-def build_data(path: str, model_config, config: Config, tag_map: dict, train: bool, ranks: Ranks) -> dia.Clips:
-    """A token dataset, checked against the model and, on the first rank, for damage."""
+def build_data(path: str, model, config: Config, tag_map: dict, ranks: Ranks, train: bool) -> dia.Clips | None:
+    """A token dataset, checked against the model and, on the first rank, for damage; None without a path."""
+    if not path:
+        return None
     tokens = TokenDataset(path)
     if config.verify_data and ranks.first:
         tokens.verify()
-    clips = dia.Clips(tokens, dia.layout_of(model_config), config, tag_map, train)
+    clips = dia.Clips(tokens, dia.layout_of(dia.base_model(model).config), config, tag_map, train)
     clips.warn()
     return clips
 
@@ -192,40 +192,16 @@ def compute_loss(model, batch, clips: dia.Clips):
 # ---- evaluation, samples, export -------------------------------------------------------------------------------
 
 
-def sample(model, clips: dia.Clips, config: Config, folder: Path, step: int, ranks: Ranks, stage: int) -> list:
-    """Speaks a few evaluation texts greedily, spread over all ranks; returns the decoders it started."""
-    chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
-    prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
-    cap = config.sample_frames or int(1.5 * max(clips.tokens.frames))
-    codec, board = clips.tokens.info["weights"], folder / "tensorboard"
-    rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
-
-    def speak(mine: list[dict]) -> list:
-        texts = [clips.text(prompt["index"], 0, 0) for prompt in mine]
-        spoken = dia.speak(model, texts, cap, seed=key64(config.seed, step, "sample") % 2**63)
-        facts = []
-        for prompt, text, (codes, ended) in zip(mine, texts, spoken, strict=True):
-            truth = clips.tokens.codes(clips.kept[prompt["index"]])
-            shared = min(len(codes), len(truth))
-            facts.append(
-                {
-                    "seconds": len(codes) / rate,
-                    "seconds_a_byte": len(codes) / rate / max(1, len(text)),
-                    "ended_by_eos": ended,
-                    "repeats": samples.repeat_share(codes),
-                    "codes_as_recorded": float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0,
-                }
-            )
-        return [(codes, fact) for (codes, _), fact in zip(spoken, facts, strict=True)]
-
-    files = samples.take_samples(prompts, speak, folder / "samples" / f"step-{step:08d}", ranks, stage == 3)
-    decoders = [samples.start_decoder(files, codec, board, step)]
-    recorded = folder / "samples" / "recorded"
-    if ranks.first and not recorded.exists():
-        truth = [(prompt, clips.tokens.codes(clips.kept[prompt["index"]])) for prompt in prompts]
-        files = [samples.write_codes(recorded, p, c, {"seconds": len(c) / rate}) for p, c in truth]
-        decoders.append(samples.start_decoder(files, codec, board, 0))
-    return decoders
+def evaluate(model, clips: dia.Clips | None, run: runs.Run, step: int, to_device) -> float | None:
+    """Metrics with the averaged weights, if there are any; returns the loss, which chooses the best checkpoint."""
+    if not clips:
+        return None
+    with run.average.in_place():
+        values = dia.evaluate(model, clips, run.ranks, to_device)
+    run.tracker.event("eval", step, **values)
+    say(f"evaluation at step {step}: loss {values['loss']:.4f}  text gap {values['text_gap']:.4f}"
+        f"  end recall {values['eos_recall']:.2f}  end false alarm {values['eos_false_alarm']:.4f}")  # fmt: skip
+    return values["loss"]
 
 
 def export(engine_, config: Config, folder: Path, tag_map: dict, ranks: Ranks) -> Path:
@@ -247,7 +223,6 @@ def export(engine_, config: Config, folder: Path, tag_map: dict, ranks: Ranks) -
 
 def train(config: Config, ranks: Ranks, ds: dict):
     """The whole run; returns the engine with its trained weights."""
-    stage, folder = stage_of(ds), runs.run_folder(config, "dia_lora", ranks)
     if not config.model:
         assets = runs.demo_assets(ranks)
         config.model, config.data = str(assets / "dia"), str(assets / "tokens" / "train")
@@ -256,197 +231,94 @@ def train(config: Config, ranks: Ranks, ds: dict):
     # model and data
     tag_map = dia.read_tag_map(config.tag_map)
     model = build_model(config, ds, tag_map)
-    model_config = dia.base_model(model).config
-    clips = build_data(config.data, model_config, config, tag_map, True, ranks)
-    eval_clips = build_data(config.eval_data, model_config, config, tag_map, False, ranks) if config.eval_data else None
+    clips, eval_clips = (build_data(path, model, config, tag_map, ranks, train) for path, train in
+                         ((config.data, True), (config.eval_data, False)))  # fmt: skip
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    eval_plan = Plan(eval_clips.lengths, config.micro_tokens, config.seed, jitter=0) if eval_clips else None
-    eval_batches = [eval_plan.micro_batch(n)[1] for n in range(eval_plan.per_epoch)] if eval_plan else []
     micro_batches = ranks.world * config.accumulation  # of one optimizer step
     steps = config.steps or plan.steps(config.epochs, micro_batches)
-    total, trained = memory.count_parameters(model)
-    need = memory.predict(total, trained, ds, config, ranks.world)
-    say(f"parameters {total:,}, trained {trained:,}; clips {len(clips):,}, padding {100 * plan.padding():.1f} %")
-    say(f"ZeRO-{stage} on {ranks.world} ranks: states {need['device'] / 2**30:.2f} GB a rank on the device,"
-        f" {need['host'] / 2**30:.2f} GB in host memory")  # fmt: skip
+    say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches} micro-batches")
+    memory.say_needs(model, ds, config, ranks)
 
-    # engine, resume
-    ds_engine = engine.start_engine(
-        model, functools.partial(compute_loss, clips=clips), config, ds, no_decay=("lora_", "embed", "norm")
-    )
+    # engine and resume
+    loss_of = functools.partial(compute_loss, clips=clips)
+    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("lora_", "embed", "norm"))
     average = engine.Average(ds_engine, config.ema)
     to_device = mover(ranks.device)
     if config.dry_run:
-        dry_run(ds_engine, clips, plan, ranks, to_device)
+        longest = plan.longest()
+        engine.dry_run(ds_engine, to_device(clips.batch(longest)), clips.target_weight(longest, 0), ranks)
         return ds_engine
-    identity = runs.identity(config, stage, ranks, clips.tokens.fingerprint())
-    start, best = 0, None
-    found = checkpoint.choose(config.resume, folder / "checkpoints", ranks)
-    tracker = Tracker(folder, ranks, steps)
-    if found:
-        state = checkpoint.load(found, ds_engine, average, ranks, identity)
-        start, best = state["step"], state["best"]
-    tracker.forget_after(start if found else -1)
-    if found:
-        tracker.event("resume", start, checkpoint=str(found))
-        say(f"going on after step {start} from {found}")
-    if ranks.first:
-        runs.write_config(folder, "dia_lora", config, ds, {"identity": identity, "ranks": ranks.world})
+    run = runs.Run("dia_lora", config, ds, ranks, ds_engine, average, clips.tokens.fingerprint(), steps)
 
-    def save(step: int, score: float | None = None) -> None:
-        state = {"step": step, "best": best, "identity": identity}
-        path = checkpoint.save(folder / "checkpoints", ds_engine, state, average, ranks, config.keep, score)
-        tracker.event("checkpoint", step, path=str(path))
-
-    def evaluate(step: int) -> float | None:
-        if not eval_clips:
-            return None
-        with average.in_place():
-            values = dia.evaluate(model, eval_clips, eval_batches, ranks, to_device)
-        tracker.event("eval", step, **values)
-        say(f"evaluation at step {step}: loss {values['loss']:.4f}  text gap {values['text_gap']:.4f}"
-            f"  end recall {values['eos_recall']:.2f}  end false alarm {values['eos_false_alarm']:.4f}")  # fmt: skip
-        return values["loss"]
-
-    def speak(step: int) -> None:
-        if eval_clips and config.samples:
-            with average.in_place():
-                decoders.extend(sample(model, eval_clips, config, folder, step, ranks, stage))
-            tracker.event("sample", step)
-
+    # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
     def build(number: int) -> dict:
         epoch, chosen = plan.micro_batch(number)
         return clips.batch(chosen, epoch, number // micro_batches)
 
-    # Every rank knows the whole plan; its own micro-batches are every world-th one.
-    mine = range(start * micro_batches + ranks.rank, steps * micro_batches, ranks.world)
-    feed = prefetch(build, mine)
-    decoders, skips = [], 0
-    unproven = start == 0  # until the first step has shown that every LoRA matrix trains
-    if start == 0:
-        evaluate(0)
+    feed = prefetch(build, range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world))
+    decoders = []
+    unproven = run.start == 0  # until the first step has shown that every LoRA matrix trains
+    if run.start == 0:
+        evaluate(model, eval_clips, run, 0, to_device)
     model.train()
-
-    for step in range(start, steps):
-        began, waited = time.monotonic(), 0.0
-        step_clips = [plan.micro_batch(n) for n in range(step * micro_batches, (step + 1) * micro_batches)]
-        step_weight = sum(clips.target_weight(chosen, epoch) for epoch, chosen in step_clips)
-        sums = torch.zeros(2, clips.layout.channels, dtype=torch.float64)
-        padded, broken = 0, []
+    for step in range(run.start, steps):
+        meter = Meter()
+        parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
+        step_weight = sum(clips.target_weight(chosen, epoch) for epoch, chosen in parts)
         for turn in range(config.accumulation):
-            asked = time.monotonic()
-            batch = to_device(next(feed))
-            waited += time.monotonic() - asked
+            batch = to_device(meter.next(feed))
             # Dropout depends on the micro-batch alone, not on the rank that gets it or on what ran before.
             torch.manual_seed(key64(config.seed, step, turn * ranks.world + ranks.rank, "dropout") % 2**63)
             loss_sum, stats = ds_engine(batch)
             engine.backward(ds_engine, loss_sum, step_weight, ranks.world)
-            sums += stats.double().cpu()
-            padded += batch["labels"].shape[0] * batch["labels"].shape[1]
-            if not torch.isfinite(loss_sum):
-                broken += batch["ids"]
+            meter.add(batch, loss_sum, stats)
             if turn + 1 < config.accumulation:
                 ds_engine.step()  # only counts the micro-batch
         if unproven:
-            check_gradients(ds_engine)
+            health.check_gradients(ds_engine)
         lr = learning_rate(step, steps, config)
         engine.set_learning_rate(ds_engine, lr)
         applied, norm = engine.take_step(ds_engine)
-        if unproven and applied:
-            check_movement(ds_engine)
-            unproven = False
-
-        # One reduction a step carries the statistics and the wish to stop.
-        real = sum(int(clips.lengths[c].sum()) for _, c in step_clips)
-        *loss_count, padded, stop = all_sum([*sums.flatten(), padded, float(stop_requested())], ranks)
-        channel_loss, channel_count = np.reshape(loss_count, (2, -1))
-        step_s = time.monotonic() - began
-        if applied:
-            skips = 0
-            average.update(step)
-            tracker.step(
-                step + 1,
-                {
-                    "epoch": round((step + 1) * micro_batches / plan.per_epoch, 4),
-                    "loss": channel_loss.sum() / channel_count.sum(),
-                    "lr": lr,
-                    "grad_norm": norm,
-                    "tokens": real,
-                    "padding": 1 - real / padded,
-                    "tokens_per_s": real / step_s,
-                    "data_wait_s": waited,
-                    "step_s": step_s,
-                    **memory_gb(ranks),
-                    **{f"loss_channel_{c}": channel_loss[c] / channel_count[c] for c in range(len(channel_loss))},
-                },
-            )
-        else:
-            skips += 1
-            names = runs.gather_names(broken, ranks) or [
-                clips.tokens.id(clips.kept[c]) for _, m in step_clips for c in m
-            ]
-            tracker.event("skip", step + 1, ids=names)
-            say(f"warning: step {step + 1} skipped, loss or gradient not finite; clips: {', '.join(names[:20])}")
-            if skips >= config.max_skips:
-                raise UserError(
-                    f"{skips} steps in a row were not finite (--max-skips), last with clips {', '.join(names[:5])};"
-                    f" the checkpoints in {folder / 'checkpoints'} are from before."
-                )
+        totals = meter.reduce(ranks)
 
         done, last = step + 1, step + 1 == steps
+        if applied:
+            if unproven:
+                health.check_movement(ds_engine)
+                unproven = False
+            average.update(step)
+            positions = sum(int(clips.lengths[chosen].sum()) for _, chosen in parts)
+            epoch = round(done * micro_batches / plan.per_epoch, 4)
+            run.log(done, meter, totals, positions, epoch=epoch, lr=lr, grad_norm=norm)
+        else:
+            run.skip(done, meter, [clips.tokens.id(clips.kept[clip]) for _, chosen in parts for clip in chosen])
+
         score = None
-        if last or (config.eval_every and done % config.eval_every == 0):
-            score = evaluate(done)
-            best = score if best is None or (score is not None and score < best) else best
-        if last or (config.sample_every and done % config.sample_every == 0):
-            speak(done)
-        if last or stop or (config.save_every and done % config.save_every == 0):
-            save(done, score)
-        if stop and not last:
-            tracker.event("preempted", done)
-            raise Stopped(f"stopped by a signal after step {done}; the same command with --out {folder} goes on")
+        if last or due(config.eval_every, done):
+            score = evaluate(model, eval_clips, run, done, to_device)
+        if eval_clips and config.samples and (last or due(config.sample_every, done)):
+            with average.in_place():
+                decoders += dia.sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
+            run.tracker.event("sample", done)
+        if last or totals.stop or due(config.save_every, done):
+            run.save(done, score)
+        if totals.stop and not last:
+            run.stop(done)
 
     # finish
     if config.export:
         with average.in_place():
-            export(ds_engine, config, folder, tag_map, ranks)
+            export(ds_engine, config, run.folder, tag_map, ranks)
     samples.wait_for(decoders)
-    all_sum([0.0], ranks)  # all samples are on disk
-    tracker.event("done", steps)
-    tracker.close()
+    all_sum([0.0], ranks)  # the samples of all ranks are on disk
+    run.finish(steps)
     if ranks.first:
-        say(f"adapter  {folder / 'export'}\nsamples  {folder / 'samples'}\nreport   {write_report(folder)}")
+        say(f"adapter  {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
 
 
-def check_gradients(ds_engine) -> None:
-    """First step: a LoRA matrix without a gradient would train nothing and say nothing."""
-    dead = lora.dead_matrices(engine.full_gradients(ds_engine))
-    if dead:
-        raise UserError(f"{len(dead)} LoRA matrices got no gradient at the first step, such as {dead[0]}.")
-
-
-def check_movement(ds_engine) -> None:
-    """First step: every lora_B starts at 0, so one that is still 0 was not updated."""
-    still = lora.dead_matrices(engine.full_weights(ds_engine))
-    if still:
-        raise UserError(f"{len(still)} LoRA matrices did not move at the first step, such as {still[0]}.")
-
-
-def dry_run(ds_engine, clips: dia.Clips, plan: Plan, ranks: Ranks, to_device) -> None:
-    """One step on the longest batch, then stop."""
-    longest = plan.longest()
-    batch = to_device(clips.batch(longest))
-    for _ in range(clips.config.accumulation):
-        loss_sum, stats = ds_engine(batch)
-        engine.backward(ds_engine, loss_sum, clips.target_weight(longest, 0), ranks.world)
-        if ds_engine.is_gradient_accumulation_boundary():
-            engine.take_step(ds_engine)
-        else:
-            ds_engine.step()
-    peak = " ".join(f"{value:.2f} ({name})" for name, value in memory_gb(ranks).items())
-    say(f"dry run: longest micro-batch {tuple(batch['labels'].shape)} (clips, positions, channels)"
-        f" loss {float(stats[0].sum() / stats[1].sum()):.4f}; peak memory {peak}")  # fmt: skip
+def due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
 
 
 def main(config: Config) -> None:
@@ -456,4 +328,4 @@ def main(config: Config) -> None:
 
 if __name__ == "__main__":
     deepspeed.utils.logger.setLevel("WARNING")
-    run(main, CONFIG)
+    run_main(main, CONFIG)

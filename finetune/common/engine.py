@@ -10,6 +10,7 @@ from torch import nn
 from common.config import RunConfig
 from common.ds_config import offloads_optimizer, stage_of
 from common.optim import build_optimizer, decay_groups
+from common.runtime import Ranks, memory_gb, say
 
 
 def build_sharded(ds: dict) -> None:
@@ -75,6 +76,21 @@ def take_step(engine) -> tuple[bool, float]:
     norm = engine.get_global_grad_norm()
     applied = engine.was_step_applied()
     return applied, float(norm) if applied and norm is not None else float("nan")
+
+
+def dry_run(engine, batch: dict, step_weight: float, ranks: Ranks) -> None:
+    """One optimizer step on one batch, and the memory it took."""
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss_sum, stats = engine(batch)
+        backward(engine, loss_sum, step_weight, ranks.world)
+        if engine.is_gradient_accumulation_boundary():
+            take_step(engine)
+        else:
+            engine.step()
+    peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
+    loss = float(stats[0].sum() / stats[1].sum())
+    shape = tuple(batch["labels"].shape)
+    say(f"dry run: longest micro-batch {shape} (clips, positions, channels), loss {loss:.4f}; peak memory {peak}")
 
 
 def trainable(engine) -> dict[str, nn.Parameter]:

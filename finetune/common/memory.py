@@ -2,6 +2,7 @@
 
 from common.config import RunConfig
 from common.ds_config import offloads_optimizer, stage_of
+from common.runtime import Ranks, say
 
 
 def count_parameters(model) -> tuple[int, int]:
@@ -28,3 +29,13 @@ def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -
     if ds["zero_optimization"].get("offload_param", {}).get("device", "none") != "none":
         host, weights = host + weights, 0.0
     return {"device": weights + gradients + optimizer, "host": host}
+
+
+def say_needs(model, ds: dict, config: RunConfig, ranks: Ranks) -> None:
+    """Prints the size of the model and what its states will take."""
+    total, trained = count_parameters(model)
+    need = {place: size / 2**30 for place, size in predict(total, trained, ds, config, ranks.world).items()}
+    say(
+        f"parameters {total:,}, trained {trained:,}; ZeRO-{stage_of(ds)} on {ranks.world} ranks: states"
+        f" {need['device']:.2f} GB a rank on the device, {need['host']:.2f} GB in host memory"
+    )

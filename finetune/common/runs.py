@@ -8,28 +8,19 @@ import sys
 import time
 from pathlib import Path
 
+from common import checkpoint
 from common.checkpoint import write_json
 from common.config import RunConfig, UserError
-from common.runtime import Ranks, from_first, say
+from common.ds_config import stage_of
+from common.runtime import Ranks, Stopped, from_first, memory_gb, say
+from common.track import Meter, Totals, Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandbytes")
 # What may change between a run and its continuation without changing a single number of it.
-FREE_TO_CHANGE = {
-    *(
-        "ds",
-        "out",
-        "resume",
-        "dry_run",
-        "verify_data",
-        "save_every",
-        "keep",
-        "eval_every",
-        "sample_every",
-        "samples",
-    ),
-    *("export", "max_skips"),
-}
+FREE_TO_CHANGE = set(
+    "ds out resume dry_run verify_data save_every keep eval_every sample_every samples export max_skips".split()
+)
 
 
 def run_folder(config: RunConfig, recipe: str, ranks: Ranks) -> Path:
@@ -75,6 +66,78 @@ def write_config(folder: Path, recipe: str, config: RunConfig, ds: dict, facts: 
 def _git_commit() -> str:
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
+
+
+class Run:
+    """A run folder with its record and its checkpoints; goes on from the newest one when --resume says so."""
+
+    def __init__(
+        self, recipe: str, config: RunConfig, ds: dict, ranks: Ranks, engine, average, fingerprint: str, steps
+    ):
+        self.config, self.ranks, self.engine, self.average = config, ranks, engine, average
+        self.folder = run_folder(config, recipe, ranks)
+        self.identity = identity(config, stage_of(ds), ranks, fingerprint)
+        self.start, self.best, self.skips = 0, None, 0
+        found = checkpoint.choose(config.resume, self.checkpoints, ranks)
+        if found:
+            state = checkpoint.load(found, engine, average, ranks, self.identity)
+            self.start, self.best = state["step"], state["best"]
+        self.tracker = Tracker(self.folder, ranks, steps)
+        self.tracker.forget_after(self.start if found else -1)
+        if found:
+            self.tracker.event("resume", self.start, checkpoint=str(found))
+            say(f"going on after step {self.start} from {found}")
+        if ranks.first:
+            write_config(self.folder, recipe, config, ds, {"identity": self.identity, "ranks": ranks.world})
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def log(self, step: int, meter: Meter, totals: Totals, positions: int, **more) -> None:
+        """The record of one applied step, numbered from 1; `positions`: those that hold a clip."""
+        self.skips = 0
+        seconds = time.monotonic() - meter.began
+        record = {
+            "loss": totals.losses.sum() / totals.counts.sum(),
+            **more,
+            "tokens": positions,
+            "padding": 1 - positions / totals.padded,
+            "tokens_per_s": positions / seconds,
+            "data_wait_s": meter.waited,
+            "step_s": seconds,
+            **memory_gb(self.ranks),
+        }
+        record |= {f"loss_channel_{i}": loss for i, loss in enumerate(totals.losses / totals.counts)}
+        self.tracker.step(step, record)
+
+    def skip(self, step: int, meter: Meter, all_ids: list[str]) -> None:
+        """A step that was not finite on some rank and so not applied on any; too many in a row end the run."""
+        self.skips += 1
+        names = gather_names(meter.broken_ids(), self.ranks) or all_ids
+        self.tracker.event("skip", step, ids=names)
+        say(f"warning: step {step} skipped, loss or gradient not finite; clips: {', '.join(names[:20])}")
+        if self.skips >= self.config.max_skips:
+            raise UserError(
+                f"{self.skips} steps in a row were not finite (--max-skips), last with clips {', '.join(names[:5])};"
+                f" the checkpoints in {self.checkpoints} are from before."
+            )
+
+    def save(self, step: int, score: float | None) -> None:
+        if score is not None:
+            self.best = score if self.best is None else min(score, self.best)
+        state = {"step": step, "best": self.best, "identity": self.identity}
+        path = checkpoint.save(self.checkpoints, self.engine, state, self.average, self.ranks, self.config.keep, score)
+        self.tracker.event("checkpoint", step, path=str(path))
+
+    def stop(self, step: int) -> None:
+        """Ends a run that a signal wants to end, after it was saved."""
+        self.tracker.event("preempted", step)
+        raise Stopped(f"stopped by a signal after step {step}; the same command with --out {self.folder} goes on")
+
+    def finish(self, steps: int) -> None:
+        self.tracker.event("done", steps)
+        self.tracker.close()
 
 
 def gather_names(names: list[str], ranks: Ranks) -> list[str]:

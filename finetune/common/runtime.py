@@ -63,7 +63,7 @@ class Stopped(Exception):
     """A signal ended the run early with everything saved."""
 
 
-def run(main, config) -> None:
+def run_main(main, config) -> None:
     """Runs a recipe's main and ends the process with the documented exit code.
 
     0 finished, 75 stopped by a signal with everything saved, 2 a user's mistake, 1 anything else.
@@ -75,10 +75,13 @@ def run(main, config) -> None:
         say(str(stopped))
         code = EXIT_STOPPED
     except UserError as error:
-        # All ranks usually find the same mistake: the first speaks at once, the others only if it did not.
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        # All ranks usually find the same mistake: the first speaks at once, the others only if the launcher does
+        # not end them meanwhile.
+        quiet_until = time.monotonic() + (0 if os.environ.get("RANK", "0") == "0" else 5)
+        while time.monotonic() < quiet_until and not stop_requested():
+            time.sleep(0.1)
+        if not stop_requested():
+            print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR
     except BaseException:
         traceback.print_exc()

@@ -3,9 +3,57 @@
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from common.runtime import Ranks, say
+import numpy as np
+import torch
+
+from common.runtime import Ranks, all_sum, say, stop_requested
+
+
+@dataclass
+class Totals:
+    """One optimizer step, summed over all ranks; the same on every rank."""
+
+    losses: np.ndarray  # a codebook
+    counts: np.ndarray
+    padded: int
+    broken: bool  # a loss somewhere was not finite
+    stop: bool  # a signal came somewhere
+
+
+class Meter:
+    """What one optimizer step adds up on this rank; nothing waits for the device before `reduce`."""
+
+    def __init__(self):
+        self.began, self.waited = time.monotonic(), 0.0
+        self.losses, self.ids, self.stats, self.padded = [], [], 0, 0
+
+    def next(self, feed):
+        asked = time.monotonic()
+        batch = next(feed)
+        self.waited += time.monotonic() - asked
+        return batch
+
+    def add(self, batch: dict, loss_sum: torch.Tensor, stats: torch.Tensor) -> None:
+        """`stats`: loss sums and target counts, (2, codebooks)."""
+        self.losses.append(loss_sum.detach())
+        self.ids.append(batch["ids"])
+        self.stats = self.stats + stats.double()
+        self.padded += batch["positions"]
+
+    def reduce(self, ranks: Ranks) -> Totals:
+        """The one reduction of a step: statistics, and whether any rank saw a broken loss or a signal."""
+        broken = self.broken_ids()
+        sums = all_sum([*self.stats.flatten().cpu(), self.padded, len(broken), float(stop_requested())], ranks)
+        losses, counts = sums[:-3].reshape(2, -1)
+        return Totals(losses, counts, int(sums[-3]), sums[-2] > 0, sums[-1] > 0)
+
+    def broken_ids(self) -> list[str]:
+        """Clips of this rank's micro-batches whose loss is not finite."""
+        finite = torch.stack(self.losses).isfinite().tolist()
+        return [name for names, fine in zip(self.ids, finite, strict=True) if not fine for name in names]
 
 
 class Tracker:

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import keyed
+from common import keyed, samples
 from common.config import UserError
 from common.loss import IGNORE, codebook_loss, codebook_stats
+from common.plan import Plan
 from common.runtime import Ranks, all_sum, say
 from common.tokens import TokenDataset
 
@@ -281,6 +282,7 @@ class Clips:
             "decoder_attention_mask": torch.from_numpy(mask),
             "labels": torch.from_numpy(labels),
             "ids": names,
+            "positions": mask.size,
         }
 
     def warn(self) -> None:
@@ -344,12 +346,14 @@ def dia_loss(model, batch, channel_weights: torch.Tensor, eos_weight: float, eos
 
 
 @torch.no_grad()
-def evaluate(model, clips: Clips, batches: list, ranks: Ranks, to_device) -> dict[str, float]:
+def evaluate(model, clips: Clips, ranks: Ranks, to_device) -> dict[str, float]:
     """Teacher-forced metrics over all clips, the same for any number of ranks (sums are reduced, not means).
 
     eos_recall and eos_false_alarm foretell endless and cut-off outputs: generation stops exactly where channel 0's
     most likely id is EOS. text_gap is how much worse the loss gets without the text; near 0 the text is ignored.
     """
+    plan = Plan(clips.lengths, clips.config.micro_tokens, seed=0, jitter=0)
+    batches = [plan.micro_batch(number)[1] for number in range(plan.per_epoch)]
     channels, eos = clips.layout.channels, clips.layout.eos
     sums = torch.zeros(3 * channels + 5, dtype=torch.float64)
     was_training = model.training
@@ -452,6 +456,43 @@ def speak(model, texts: list[np.ndarray], max_frames: int, seed: int, **sampling
     return spoken
 
 
+def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks_must_join: bool) -> list:
+    """Speaks a few evaluation texts greedily, spread over all ranks; returns the decoders it started."""
+    config = clips.config
+    chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
+    prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
+    cap = config.sample_frames or int(1.5 * max(clips.tokens.frames))
+    codec, board = clips.tokens.info["weights"], folder / "tensorboard"
+    rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
+
+    def speak_mine(mine: list[dict]) -> list:
+        texts = [clips.text(prompt["index"], 0, 0) for prompt in mine]
+        spoken = speak(model, texts, cap, seed=keyed.key64(config.seed, step, "sample") % 2**63)
+        results = []
+        for prompt, text, (codes, ended) in zip(mine, texts, spoken, strict=True):
+            truth = clips.tokens.codes(clips.kept[prompt["index"]])
+            shared = min(len(codes), len(truth))
+            facts = {
+                "seconds": len(codes) / rate,
+                "seconds_a_byte": len(codes) / rate / max(1, len(text)),
+                "ended_by_eos": ended,
+                "repeats": samples.repeat_share(codes),
+                "codes_as_recorded": float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0,
+            }
+            results.append((codes, facts))
+        return results
+
+    here = folder / "samples" / f"step-{step:08d}"
+    files = samples.take_samples(prompts, speak_mine, here, ranks, all_ranks_must_join)
+    decoders = [samples.start_decoder(files, codec, board, step)]
+    recorded = folder / "samples" / "recorded"
+    if ranks.first and not recorded.exists():
+        truth = [(prompt, clips.tokens.codes(clips.kept[prompt["index"]])) for prompt in prompts]
+        files = [samples.write_codes(recorded, p, c, {"seconds": len(c) / rate}) for p, c in truth]
+        decoders.append(samples.start_decoder(files, codec, board, 0))
+    return decoders
+
+
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
@@ -459,7 +500,9 @@ def load_dia(path: str, dtype: torch.dtype, quantization=None):
     """DiaForConditionalGeneration from a hub id or a local folder; a local path never touches the network."""
     from safetensors import SafetensorError
     from transformers import DiaConfig, DiaForConditionalGeneration
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     local = Path(path).is_dir()
     if not local and (Path(path).exists() or path.startswith((".", "/"))):
         raise UserError(f"--model {path} is not a folder in the Hugging Face format.")

@@ -14,7 +14,7 @@ from common.runtime import _agree_on_free_port, _free_port
 HEAD = """
 import sys
 from common.config import UserError
-from common.runtime import Stopped, catch_signals, run, stop_requested
+from common.runtime import Stopped, catch_signals, run_main, stop_requested
 def main(config):
 """
 
@@ -24,7 +24,7 @@ def end_of(body, tmp_path, **env):
     marker = tmp_path / "outcome"
     env = {"PYTHONPATH": ":".join(sys.path), "AUDIO_FINETUNE_OUTCOME": str(marker)} | env
     done = subprocess.run(
-        [sys.executable, "-c", HEAD + f"    {body}\nrun(main, 'config')"], env=env, capture_output=True, text=True
+        [sys.executable, "-c", HEAD + f"    {body}\nrun_main(main, 'config')"], env=env, capture_output=True, text=True
     )
     return done, marker.read_text().strip() if marker.exists() else None
 

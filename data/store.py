@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -248,7 +248,13 @@ def locked(file: Path, waiting: str | None = None, shared: bool = False) -> Iter
                 raise UsageError(f"another process is writing here (it holds {file}): wait for it or stop it") from None
             print(waiting, flush=True)
             fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            if waiting is None and not shared:  # nobody waits on this file: a refused command leaves nothing
+                file.unlink(missing_ok=True)
+                with suppress(OSError):
+                    file.parent.rmdir()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -58,6 +59,7 @@ def start(job: Job, numbers) -> None:
     STATE.update(job=job, number=None, codec=None, content=(None, b"", ""))
     if numbers is not None:
         STATE["number"] = numbers.get()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 

@@ -54,14 +54,14 @@ DEMO = {
     "lora_rank": 32,
     "lora_alpha": 64.0,
     "lora_dropout": 0.0,
-    "lr": 1e-2,
-    "steps": 120,
-    "warmup": 10.0,
-    "micro_tokens": 1024,
+    "lr": 3e-3,
+    "steps": 300,
+    "warmup": 20.0,
+    "micro_tokens": 512,
     "precision": "fp32",
     "uncond": 0.1,
-    "save_every": 60,
-    "eval_every": 60,
+    "save_every": 100,
+    "eval_every": 100,
 }
 
 if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and no signal is lost

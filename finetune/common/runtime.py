@@ -77,10 +77,11 @@ def run_main(main, config) -> None:
     except UserError as error:
         # All ranks usually find the same mistake: the first speaks at once, the others only if the launcher does
         # not end them meanwhile.
-        quiet_until = time.monotonic() + (0 if os.environ.get("RANK", "0") == "0" else 5)
+        first = os.environ.get("RANK", "0") == "0"
+        quiet_until = time.monotonic() + (0 if first else 5)
         while time.monotonic() < quiet_until and not stop_requested():
             time.sleep(0.1)
-        if not stop_requested():
+        if first or not stop_requested():
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR
     except BaseException:

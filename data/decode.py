@@ -8,6 +8,7 @@ Training never loads a codec: it writes .npy files and starts this script in ano
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def main() -> None:
     for file, wave in sounds.items():
         write_wav(file.with_suffix(".wav"), wave, codec.sample_rate)
         write_spectrogram(file.with_suffix(".png"), wave, codec.sample_rate)
+        add_facts(file.with_suffix(".json"), wave, codec.sample_rate)
         print(f"{file.with_suffix('.wav')}: {wave.shape[1] / codec.sample_rate:.2f} s")
     if args.tensorboard:
         add_to_tensorboard(args.tensorboard, args.step, sounds, codec.sample_rate)
@@ -112,6 +114,20 @@ def write_spectrogram(file: Path, wave, rate: int) -> None:
     figure.savefig(temporary, format="png", dpi=100)
     pyplot.close(figure)
     temporary.rename(file)
+
+
+def add_facts(file: Path, wave, rate: int) -> None:
+    """Completes the facts that training wrote beside the codes with what only the sound can tell."""
+    import numpy as np
+    from store import write_json
+
+    if not file.exists():
+        return
+    size = rate // 50  # 20 ms
+    windows = np.pad(wave.mean(axis=0), (0, -wave.shape[1] % size)).reshape(-1, size)
+    silent = float((np.sqrt((windows**2).mean(axis=1)) < 10 ** (-50 / 20)).mean())  # below -50 dB of full scale
+    clipped = float((np.abs(wave) >= 0.999).mean())
+    write_json(file, json.loads(file.read_text(encoding="utf-8")) | {"silent": silent, "clipped": clipped})
 
 
 def add_to_tensorboard(folder: Path, step: int, sounds: dict, rate: int) -> None:

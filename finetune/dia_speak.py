@@ -80,6 +80,7 @@ def copy_processor(source: str, out: Path) -> None:
 
 def say_text(args) -> None:
     import numpy as np
+    import torch
 
     from models.dia import layout_of, speak, text_bytes
 
@@ -96,6 +97,7 @@ def say_text(args) -> None:
     if args.guidance > 1:
         sampling["guidance_scale"] = args.guidance
     rate = codec_frame_rate(args.codec)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     [(codes, ended)] = speak(model, [ids], int(args.seconds * rate), args.seed, **({} if args.greedy else sampling))
     if not len(codes):
         raise UserError("the model ended at once and said nothing; try another --seed or a longer --text.")

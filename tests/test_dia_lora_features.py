@@ -118,6 +118,10 @@ def test_samples_are_spoken_decoded_and_reported(trained, demo):
     facts = json.loads((run / "samples" / "step-00000003" / "clip-0000.json").read_text())
     assert facts["text"] == TokenDataset(str(demo / "tokens/eval")).text(0)
     assert {"seconds", "seconds_a_byte", "ended_by_eos", "repeats"} <= set(facts)
+    recorded = json.loads((run / "samples" / "recorded" / "clip-0000.json").read_text())
+    audio, _ = soundfile.read(run / "samples" / "recorded" / "clip-0000.wav")
+    assert recorded["clipped"] == pytest.approx((np.abs(audio) >= 0.999).mean(), abs=0.02)
+    assert 0 <= recorded["silent"] <= 1
     page = (run / "report.html").read_text()
     assert page.count("<audio") >= 2 and "http" not in page.split("<h2>Configuration")[0]
 

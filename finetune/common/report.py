@@ -96,7 +96,7 @@ def _samples(folder: Path) -> str:
         mine = [path for path, fact in facts.items() if fact["name"] == name]
         rows.append(f"<tr><th colspan=4>{html.escape(facts[mine[0]]['text'])}</th></tr>")
         for path in mine:
-            shown = {key: value for key, value in facts[path].items() if key not in ("name", "text")}
+            shown = {key: value for key, value in facts[path].items() if key not in ("name", "text", "index")}
             words = ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
             rows.append(
                 f"<tr><td>{html.escape(path.parent.name)}</td><td>{_media(path.with_suffix('.wav'))}</td>"

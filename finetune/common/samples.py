@@ -42,9 +42,9 @@ def write_codes(folder: Path, prompt: dict, codes: np.ndarray, facts: dict) -> P
     return path
 
 
-def start_decoder(files: list[Path], codec: str, board: Path, step: int) -> subprocess.Popen | None:
+def start_decoder(files: list[Path], codec: str | None, board: Path, step: int) -> subprocess.Popen | None:
     """Turns codes into .wav and .png in the background; its output goes to decode.log beside them."""
-    if not files:
+    if not files or not codec:  # codes that came without their codec cannot be heard
         return None
     with open(files[0].parent / "decode.log", "a") as log:
         return subprocess.Popen(

@@ -413,11 +413,13 @@ def _token_stats(model, batch):
 
 
 @torch.no_grad()
-def speak(model, texts: list[np.ndarray], max_frames: int, seed: int, **sampling) -> list[tuple[np.ndarray, bool]]:
+def speak(
+    model, texts: list[np.ndarray], max_frames: int, seed: int, device: torch.device | None = None, **sampling
+) -> list[tuple[np.ndarray, bool]]:
     """Codes (T, C) for byte-id texts, and whether each ended by itself. Greedy unless `sampling` says otherwise."""
     dia = base_model(model)
     layout = layout_of(dia.config)
-    device = next(dia.parameters()).device
+    device = device or next(dia.parameters()).device  # offloaded parameters are not where the model computes
     input_ids, attention_mask = pad_texts(texts)
     # The delay is primed as the processor does it: BOS up to each channel's delay, PAD (= free) after it.
     prefill = np.full((len(texts), layout.tail, layout.channels), layout.pad, dtype=np.int64)
@@ -462,12 +464,14 @@ def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks
     chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
     prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
     cap = config.sample_frames or int(1.5 * max(clips.tokens.frames))
+    cap = min(cap, clips.layout.max_positions - clips.layout.tail - 1)
     codec, board = clips.tokens.info["weights"], folder / "tensorboard"
     rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
 
     def speak_mine(mine: list[dict]) -> list:
         texts = [clips.text(prompt["index"], 0, 0) for prompt in mine]
-        spoken = speak(model, texts, cap, seed=keyed.key64(config.seed, step, "sample") % 2**63)
+        seed = keyed.key64(config.seed, step, "sample") % 2**63
+        spoken = speak(model, texts, cap, seed, ranks.device)
         results = []
         for prompt, text, (codes, ended) in zip(mine, texts, spoken, strict=True):
             truth = clips.tokens.codes(clips.kept[prompt["index"]])
@@ -475,6 +479,7 @@ def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks
             facts = {
                 "seconds": len(codes) / rate,
                 "seconds_a_byte": len(codes) / rate / max(1, len(text)),
+                "recorded_seconds_a_byte": len(truth) / rate / max(1, len(text)),
                 "ended_by_eos": ended,
                 "repeats": samples.repeat_share(codes),
                 "codes_as_recorded": float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0,

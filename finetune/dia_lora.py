@@ -57,7 +57,7 @@ DEMO = {
     "lr": 3e-3,
     "steps": 300,
     "warmup": 20.0,
-    "micro_tokens": 512,
+    "micro_tokens": 600,
     "precision": "fp32",
     "uncond": 0.1,
     "save_every": 100,

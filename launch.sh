@@ -65,6 +65,8 @@ rank_pids() {
 # the wish to stop goes to the ranks themselves, which save and end together.
 ask_to_stop() {
     local ranks
+    stop_asked=1
+    [[ -n $1 ]] || return 0 # not started yet: run_recipe looks at stop_asked
     ranks=$(rank_pids "$1")
     echo "asking the ranks to save and stop" >&2
     # shellcheck disable=SC2086  # one word a process id
@@ -82,7 +84,7 @@ end_session() {
 }
 
 run_recipe() {
-    local recipe=$1 ranks="" arguments=() gpus scratch runner code=0 outcome
+    local recipe=$1 ranks="" arguments=() placement=() gpus scratch runner="" code=0 outcome
     shift
     while (($#)); do
         case $1 in
@@ -97,22 +99,29 @@ run_recipe() {
         export DS_ACCELERATOR=cpu
         ranks=${ranks:-2}
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + ranks - 1) / ranks))}
+        placement=(--num_accelerators "$ranks")
+    elif [[ -n $ranks && -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+        # A number of GPUs would make DeepSpeed forget CUDA_VISIBLE_DEVICES and take the first ones of the machine.
+        placement=(--include "localhost:$(cut -d, -f"1-$ranks" <<<"$CUDA_VISIBLE_DEVICES")")
+    elif [[ -n $ranks ]]; then
+        placement=(--num_accelerators "$ranks")
     fi
     export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1 PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
     scratch=$(mktemp -d)
     export AUDIO_FINETUNE_OUTCOME=$scratch/outcome
 
-    setsid "$venv/bin/deepspeed" --quiet --num_accelerators "${ranks:-$gpus}" --master_port "$(free_port)" \
+    stop_asked=""
+    trap 'ask_to_stop "$runner"' TERM INT USR1 HUP
+    setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" --master_port "$(free_port)" \
         "$root/finetune/$recipe.py" "${arguments[@]}" &
     runner=$!
-    # shellcheck disable=SC2064  # the process id is known now
-    trap "ask_to_stop $runner" TERM INT USR1
+    if [[ -n $stop_asked ]]; then ask_to_stop "$runner"; fi
     wait "$runner" || code=$?
     while kill -0 "$runner" 2>/dev/null; do # a trapped signal ends `wait`, not the job
         code=0
         wait "$runner" || code=$?
     done
-    trap - TERM INT USR1
+    trap - TERM INT USR1 HUP
     end_session "$runner"
 
     # DeepSpeed's runner exits 0 after some deaths of its children: only the first rank's own word counts.
@@ -120,7 +129,7 @@ run_recipe() {
     rm -rf "$scratch"
     case $outcome in
         none) ((code)) || code=1 ;;
-        0) ;;
+        0) [[ -z $stop_asked ]] || code=0 ;; # the signal came when all was done
         *) code=$outcome ;;
     esac
     return "$code"
@@ -132,7 +141,10 @@ command=${1:-help}
 (($#)) && shift
 case $command in
     help | -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;;
-    setup) setup && echo "ready: $venv" ;;
+    setup)
+        setup
+        echo "ready: $venv"
+        ;;
     demo)
         setup
         run_recipe dia_lora --ds "$root/ds_configs/zero2.json" --out "$root/runs/demo-$(date +%Y%m%d-%H%M%S)" "$@"

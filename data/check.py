@@ -10,16 +10,19 @@ to listen to go to DIR.check.
 
 import argparse
 import hashlib
+import re
+import unicodedata
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 from usage import UsageError, run
 
+CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")  # tabs and line ends become blanks, NUL is dropped
 NAMED = 5  # how many ids a line names
 CHARACTERS_PER_SECOND = (2, 40)  # outside: text and sound hardly belong together
 TEXT_BYTES = {"dac": 1024}  # Dia's text encoder
-FRAMES = {"dac": 3055}  # Dia's decoder positions less delay, BOS and EOS
+FRAMES = {"dac": 3056}  # Dia's decoder inputs, 3072, less the longest delay and BOS
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -75,7 +78,7 @@ def damaged_files(folder: Path, info: dict) -> list[str]:
 def look_at_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
     import store
 
-    missing = {"codec", "sample_rate", "hop", "codebooks", "codebook_size", "channels"} - info.keys()
+    missing = {"codec", "sample_rate", "hop", "codebooks", "codebook_size", "channels", "rows"} - info.keys()
     missing |= {"id", "text", "codes", "frames"} - store.arrow_columns(folder, info).keys()
     if missing:
         return [f"dataset.json or the columns lack {', '.join(sorted(missing))}"]
@@ -101,15 +104,17 @@ def look_at_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
         low, high = min(low, codes.min()), max(high, codes.max())
         if codes.min() < 0 or codes.max() >= info["codebook_size"]:
             problems[f"with codes outside 0..{info['codebook_size'] - 1}"].append(id)
-        length, size = frames / rate, len(text.encode())
+        length, size = frames / rate, len(unicodedata.normalize("NFC", text).encode())
         seconds.append(length)
         text_bytes = max(text_bytes, size)
         if size > TEXT_BYTES.get(info["codec"], size):
             problems[f"with a text over {TEXT_BYTES[info['codec']]} bytes"].append(id)
         if frames > FRAMES.get(info["codec"], frames):
-            notes[f"longer than {FRAMES[info['codec']]} frames, which Dia drops"].append(id)
+            problems[f"longer than {FRAMES[info['codec']]} frames (trained on only with --over-long)"].append(id)
+        if CONTROL.search(text):
+            problems["with a control character in the text"].append(id)
         if not text:
-            notes["without text"].append(id)
+            problems["without text (trained on only with --allow-empty-text)"].append(id)
         elif not CHARACTERS_PER_SECOND[0] <= len(text) / length <= CHARACTERS_PER_SECOND[1]:
             notes["outside {} to {} characters a second".format(*CHARACTERS_PER_SECOND)].append(id)
         remember_content(codes, (folder, id, row.get("split")), seen, problems, notes)

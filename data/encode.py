@@ -258,7 +258,8 @@ def write_tokens(clips: list[Clip], done: Done, job: Job, weights: str | None, w
     info = {
         "format": 1,
         "codec": job.codec,
-        "weights": weights,
+        # A path is kept whole: samples are decoded from other working directories.
+        "weights": str(Path(weights).absolute()) if weights and Path(weights).exists() else weights,
         "weights_sha256": job.weights_sha256,
         **format,
         "channels": format["codebooks"] * (2 if job.stereo else 1),

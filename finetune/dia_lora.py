@@ -9,6 +9,7 @@ number of ranks: ./launch.sh dia_lora --model ... . On a laptop, in a minute, wi
     deepspeed finetune/dia_lora.py --ds ds_configs/zero2.json --steps 20 --samples 1
 """
 
+import dataclasses
 import functools
 import os
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Config(RunConfig):
     group_ranks: list[str] = flag([], "other ranks for some groups, such as dec_cross=32")
     rslora: bool = flag(False, "scale by alpha / sqrt(r)")
     dora: bool = flag(False, "weight-decomposed LoRA")
+    weight_decay: float = flag(0.0, "LoRA matrices never decay", group="optimizer", low=0, high=0)
     load_in: Literal["full", "8bit", "4bit"] = flag("full", "how the frozen base is held (bitsandbytes)")
 
     text_mode: Literal["speech", "tags"] = flag("speech", "a transcript, or comma-separated tags (music)")
@@ -80,7 +82,7 @@ from common.loss import fuse_head
 from common.optim import learning_rate
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, run_main, say, start_ranks
+from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks, stop_requested
 from common.tokens import TokenDataset
 from common.track import Meter
 from models import dia
@@ -173,8 +175,8 @@ def build_data(path: str, model, config: Config, tag_map: dict, ranks: Ranks, tr
     if not path:
         return None
     tokens = TokenDataset(path)
-    if config.verify_data and ranks.first:
-        tokens.verify()
+    if config.verify_data:
+        on_first(tokens.verify, ranks)
     clips = dia.Clips(tokens, dia.layout_of(dia.base_model(model).config), config, tag_map, train)
     clips.warn()
     return clips
@@ -214,6 +216,7 @@ def export(engine_, config: Config, folder: Path, tag_map: dict, ranks: Ranks) -
         runs.fresh(draft)
         model.save_pretrained(str(draft), state_dict=weights, save_embedding_layers=False)
         checkpoint.write_json(draft / "tag_map.json", tag_map)
+        checkpoint.write_json(draft / "training_config.json", dataclasses.asdict(config))
         runs.replace(draft, final)
     return final
 
@@ -248,7 +251,8 @@ def train(config: Config, ranks: Ranks, ds: dict):
         longest = plan.longest()
         engine.dry_run(ds_engine, to_device(clips.batch(longest)), clips.target_weight(longest, 0), ranks)
         return ds_engine
-    run = runs.Run("dia_lora", config, ds, ranks, ds_engine, average, clips.tokens.fingerprint(), steps)
+    fingerprint = {"data": clips.tokens.fingerprint(), "tag_map": tag_map}
+    run = runs.Run("dia_lora", config, ds, ranks, ds_engine, average, fingerprint, steps)
 
     # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
     def build(number: int) -> dict:
@@ -257,9 +261,11 @@ def train(config: Config, ranks: Ranks, ds: dict):
 
     feed = prefetch(build, range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world))
     decoders = []
-    unproven = run.start == 0  # until the first step has shown that every LoRA matrix trains
+    gate = health.Gate(closed=run.start == 0)
     if run.start == 0:
         evaluate(model, eval_clips, run, 0, to_device)
+    if all_sum([float(stop_requested())], ranks)[0]:
+        run.stop(run.start)
     model.train()
     for step in range(run.start, steps):
         meter = Meter()
@@ -274,8 +280,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
             meter.add(batch, loss_sum, stats)
             if turn + 1 < config.accumulation:
                 ds_engine.step()  # only counts the micro-batch
-        if unproven:
-            health.check_gradients(ds_engine)
+        gate.before_step(ds_engine)
         lr = learning_rate(step, steps, config)
         engine.set_learning_rate(ds_engine, lr)
         applied, norm = engine.take_step(ds_engine)
@@ -283,9 +288,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
 
         done, last = step + 1, step + 1 == steps
         if applied:
-            if unproven:
-                health.check_movement(ds_engine)
-                unproven = False
+            gate.after_step(ds_engine)
             average.update(step)
             positions = sum(int(clips.lengths[chosen].sum()) for _, chosen in parts)
             epoch = round(done * micro_batches / plan.per_epoch, 4)
@@ -296,14 +299,14 @@ def train(config: Config, ranks: Ranks, ds: dict):
         score = None
         if last or due(config.eval_every, done):
             score = evaluate(model, eval_clips, run, done, to_device)
-        if eval_clips and config.samples and (last or due(config.sample_every, done)):
-            with average.in_place():
-                decoders += dia.sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
-            run.tracker.event("sample", done)
         if last or totals.stop or due(config.save_every, done):
             run.save(done, score)
         if totals.stop and not last:
             run.stop(done)
+        if eval_clips and config.samples and (last or due(config.sample_every, done)):
+            with average.in_place():
+                decoders += dia.sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
+            run.tracker.event("sample", done)
 
     # finish
     if config.export:

@@ -35,20 +35,21 @@ def parse_args():
 
 
 def load_tuned(adapter: Path, base: str | None):
-    """Base model with its adapter, fp32, and the adapter's tag map."""
+    """Base model with its adapter, fp32; the adapter's tag map and text mode."""
     import torch
     from peft import PeftModel
 
-    from models.dia import load_dia
+    from models.dia import load_dia, read_tag_map
 
     try:
         facts = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(f"--adapter {adapter} holds no readable adapter_config.json.") from None
-    tags = adapter / "tag_map.json"
-    tag_map = json.loads(tags.read_text(encoding="utf-8")) if tags.exists() else {}
+    tags, training = adapter / "tag_map.json", adapter / "training_config.json"
+    tag_map = read_tag_map(str(tags) if tags.exists() else "")
+    mode = json.loads(training.read_text(encoding="utf-8"))["text_mode"] if training.exists() else "speech"
     model = load_dia(base or facts["base_model_name_or_path"], torch.float32)
-    return PeftModel.from_pretrained(model, str(adapter)).eval(), tag_map
+    return PeftModel.from_pretrained(model, str(adapter)).eval(), tag_map, mode
 
 
 def merge(adapter: Path, base: str | None, out: Path) -> None:
@@ -58,7 +59,7 @@ def merge(adapter: Path, base: str | None, out: Path) -> None:
 
     if out.exists():
         raise UserError(f"--merge {out} exists already.")
-    model, tag_map = load_tuned(adapter, base)
+    model, tag_map, _ = load_tuned(adapter, base)
     source = base or model.peft_config["default"].base_model_name_or_path
     draft = out.with_name(f".{out.name}.tmp")
     fresh(draft)
@@ -82,15 +83,15 @@ def say_text(args) -> None:
     import numpy as np
     import torch
 
-    from models.dia import layout_of, speak, text_bytes
+    from models.dia import layout_of, speak, text_bytes, with_speaker
 
     if args.temperature < 1:
         raise UserError(f"--temperature {args.temperature:g}: Dia samples at 1 or above.")
     if args.guidance < 1:
         raise UserError(f"--guidance {args.guidance:g} must be 1 (off) or above.")
-    model, tag_map = load_tuned(Path(args.adapter), args.model)
+    model, tag_map, mode = load_tuned(Path(args.adapter), args.model)
     limit = layout_of(model.get_base_model().config).max_text
-    ids = text_bytes(args.text, tag_map, "--text")
+    ids = text_bytes(with_speaker(args.text, mode), tag_map, "--text")
     if not 0 < len(ids) <= limit:
         raise UserError(f"--text has {len(ids)} bytes; the model takes 1 to {limit}.")
     sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}

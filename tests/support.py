@@ -84,7 +84,7 @@ def wait_for_step(run: Path, step: int, timeout: float = 180) -> None:
     raise TimeoutError(f"{run} did not reach step {step}")
 
 
-def write_tokens(folder: Path, clips: list[dict], **info) -> Path:
+def write_tokens(folder: Path, clips: list[dict], split: list[str] | None = None, **info) -> Path:
     """A token dataset from {"id", "text", "codes" (T, C)} without the project's own writer."""
     import numpy as np
     from datasets import Dataset, Features, List, Value
@@ -97,7 +97,10 @@ def write_tokens(folder: Path, clips: list[dict], **info) -> Path:
     features = Features(
         {"id": Value("string"), "text": Value("string"), "codes": List(Value("int16")), "frames": Value("int32")}
     )
-    Dataset.from_list(rows, features=features).save_to_disk(str(folder))
+    dataset = Dataset.from_list(rows, features=features)
+    if split:
+        dataset = dataset.add_column("split", split)
+    dataset.save_to_disk(str(folder))
     files = [
         {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in sorted(folder.glob("*.arrow"))

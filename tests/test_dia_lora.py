@@ -30,7 +30,6 @@ SMALL = {
     "steps": 5,
     "micro_tokens": 400,
     "accumulation": 2,
-    "weight_decay": 0.1,
     "samples": 0,
     "eval_every": 0,
     "save_every": 0,
@@ -177,11 +176,12 @@ def test_exported_average_equals_one_process(runs, plain, run):
     assert_same(adapter(runs / run), plain[1], tolerance=1e-6)
 
 
-def test_evaluation_is_the_same_on_one_and_two_ranks(runs, demo, plain):
+@pytest.mark.parametrize("run", ["zero2", "ema2", "ema3"])
+def test_evaluation_is_the_exported_models_on_any_number_of_ranks(runs, demo, run):
     config = config_for(demo, "ds_configs/zero2.json")
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(dia.load_dia(config.model, torch.float32), str(runs / "zero2" / "export")).eval()
+    model = PeftModel.from_pretrained(dia.load_dia(config.model, torch.float32), str(runs / run / "export")).eval()
     layout = dia.layout_of(model.get_base_model().config)
     clips = dia.Clips(TokenDataset(str(demo / "tokens/eval")), layout, config, {}, train=False)
     total, count = 0.0, 0
@@ -193,7 +193,7 @@ def test_evaluation_is_the_same_on_one_and_two_ranks(runs, demo, plain):
             logits = model(**batch, use_cache=False).logits
         total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
         count += int((labels != -100).sum())
-    logged = [record for record in support.metrics(runs / "zero2") if record.get("event") == "eval"]
+    logged = [record for record in support.metrics(runs / run) if record.get("event") == "eval"]
     assert [record["step"] for record in logged] == [0, 5]
     assert logged[-1]["loss"] == pytest.approx(total / count, abs=1e-6)
 
@@ -271,7 +271,7 @@ def test_run_folder_is_complete(runs, demo):
     run = runs / "zero2"
     config = json.loads((run / "config.json").read_text())
     assert config["config"]["lr"] == SMALL["lr"] and config["ds_config"]["zero_optimization"]["stage"] == 2
-    assert config["identity"]["data_fingerprint"] == TokenDataset(str(demo / "tokens/train")).fingerprint()
+    assert config["identity"]["fingerprint"]["data"] == TokenDataset(str(demo / "tokens/train")).fingerprint()
     assert {"torch", "deepspeed", "peft"} <= set(config["versions"])
     fields = {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "data_wait_s", "step_s", "rss_gb"}
     assert all(fields <= set(record) for record in support.step_records(run))

@@ -75,6 +75,30 @@ def test_set_up_runs_once_for_each_requirements_txt(tmp_path):
     assert "setting up" in setup()
 
 
+def test_a_set_up_that_fails_is_not_taken_for_ready(tmp_path):
+    shutil.copy(LAUNCH, tmp_path)
+    (tmp_path / "requirements.txt").write_text("./no-such-package\n")
+    environment = {k: v for k, v in support.environment().items() if k != "AUDIO_FINETUNE_ENV"}
+    for _ in range(2):
+        done = subprocess.run([tmp_path / "launch.sh", "setup"], env=environment, capture_output=True, text=True)
+        assert done.returncode != 0 and "ready:" not in done.stdout
+    assert not list((tmp_path / ".venv").glob(".ready-*"))
+
+
+@pytest.mark.distributed
+@pytest.mark.fault
+def test_damage_that_the_first_rank_finds_is_one_sentence_on_two_ranks(demo, tmp_path):
+    shutil.copytree(demo / "tokens" / "train", tmp_path / "tokens")
+    [file] = (tmp_path / "tokens").glob("*.arrow")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    words = ["--model", demo / "dia", "--data", tmp_path / "tokens", "--out", tmp_path / "run"]
+    done = launch("dia_lora", *words, "--precision", "fp32")
+    assert done.returncode == 2, done.stdout[-2000:]
+    assert done.stdout.count("is damaged: its checksum") == 1 and "Traceback" not in done.stdout
+
+
 @pytest.mark.distributed
 def test_demo_from_another_directory_writes_adapter_samples_and_report(demo, tmp_path):
     done = launch("demo", *QUICK, "--out", tmp_path / "run", cwd=tmp_path)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common.config import UserError
-from common.runtime import Ranks, from_first, say
+from common.runtime import Ranks, from_first, on_first, say
 
 TAG = "state"
 NAME = re.compile(r"step-\d{8,}")
@@ -114,7 +114,7 @@ def _retain(folder: Path, entries: list[dict], keep: int) -> None:
 
 def choose(resume: str, folder: Path, ranks: Ranks) -> Path | None:
     """The checkpoint to go on from, the same on every rank; None to start afresh."""
-    entries = from_first(read_index(folder) if ranks.first else None, ranks)
+    entries = on_first(lambda: read_index(folder), ranks)
     if resume == "never":
         if entries:
             raise UserError(f"{folder} already holds checkpoints: choose another --out, or --resume auto to go on.")

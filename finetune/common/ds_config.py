@@ -57,6 +57,10 @@ def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
     stage = ds.setdefault("zero_optimization", {}).setdefault("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UserError(f"{path} sets zero_optimization.stage to {json.dumps(stage)}; it must be 0, 1, 2 or 3.")
+    if stage == 0 and config.precision == "bf16":
+        raise UserError(f"{path} sets ZeRO stage 0, which has no fp32 masters: use stage 1 to 3 or --precision fp32.")
+    if offloads_optimizer(ds) and config.optimizer != "adamw":
+        raise UserError(f"{path} offloads the optimizer, which --optimizer {config.optimizer} cannot do.")
     ds["zero_allow_untested_optimizer"] = True  # bitsandbytes' optimizers are not on DeepSpeed's list
     ds["steps_per_print"] = 10**9  # the recipe prints its own progress
     return ds

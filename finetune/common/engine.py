@@ -59,7 +59,7 @@ def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> 
 
 def take_step(engine) -> tuple[bool, float]:
     """The optimizer step; returns whether it was applied (all gradients finite) and the norm before clipping."""
-    if engine.zero_optimization_stage() == 0 and not engine.bfloat16_enabled():
+    if engine.zero_optimization_stage() == 0:
         # Plain optimizers have no check of their own. Gradients are already averaged: all ranks see the same.
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
@@ -100,7 +100,7 @@ def trainable(engine) -> dict[str, nn.Parameter]:
 
 def full_weights(engine) -> dict[str, torch.Tensor]:
     """The fp32 masters of all trainable parameters, whole, on the CPU. Every rank must call it."""
-    if engine.zero_optimization_stage() == 0 and not engine.bfloat16_enabled():
+    if engine.zero_optimization_stage() == 0:
         return {name: p.detach().float().cpu().clone() for name, p in trainable(engine).items()}
     return {name: safe_get_full_fp32_param(p).detach().float().cpu().clone() for name, p in trainable(engine).items()}
 
@@ -120,8 +120,6 @@ def _masters(engine) -> list[torch.Tensor]:
         return [t.data for t in engine.optimizer.fp32_partitioned_groups_flat]
     if stage in (1, 2):
         return [t.data for t in engine.optimizer.single_partition_of_fp32_groups]
-    if engine.bfloat16_enabled():
-        return [t.data for t in engine.optimizer.fp32_groups_flat_partition]
     return [p.data for p in trainable(engine).values()]
 
 
@@ -129,11 +127,15 @@ def _masters_changed(engine) -> None:
     """Carries changed masters over to the weights that the model computes with."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
+        # Small parameters stay gathered on every rank: they are given up first, or the old values would stay.
+        kept = optimizer.persistent_parameters
+        if kept:
+            kept[0].partition(kept)
         for group in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-    elif stage in (1, 2) or engine.bfloat16_enabled():
+        if kept:
+            kept[0].all_gather(kept)
+    elif stage in (1, 2):
         optimizer.update_lp_params()
 
 

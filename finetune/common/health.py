@@ -1,19 +1,36 @@
-"""The gate that a run passes at its first optimizer step: what is meant to train has a gradient, and moves."""
+"""The gate that a run passes in its first optimizer steps: what is meant to train has a gradient, and moves."""
 
 from common.config import UserError
 from common.engine import full_gradients, full_weights
 from common.lora import dead_matrices
 
-
-def check_gradients(engine) -> None:
-    """Between the first backward and its step: a LoRA matrix without a gradient would train nothing, silently."""
-    dead = dead_matrices(full_gradients(engine))
-    if dead:
-        raise UserError(f"{len(dead)} LoRA matrices got no gradient at the first step, such as {dead[0]}.")
+PATIENCE = 3  # a step whose texts are all left out gives some encoder matrices no gradient, rightly
 
 
-def check_movement(engine) -> None:
-    """After the first applied step: every lora_B starts at 0, so one that is still 0 was not updated."""
-    still = dead_matrices(full_weights(engine))
-    if still:
-        raise UserError(f"{len(still)} LoRA matrices did not move at the first step, such as {still[0]}.")
+class Gate:
+    """Closed until every LoRA matrix has had a gradient and has moved; never opened, it ends the run."""
+
+    def __init__(self, closed: bool):
+        self.steps_left, self.dead = PATIENCE if closed else 0, None
+
+    def before_step(self, engine) -> None:
+        """Between the last backward and the step. Every rank must call it."""
+        if self.steps_left:
+            dead = set(dead_matrices(full_gradients(engine)))
+            self.dead = dead if self.dead is None else self.dead & dead
+
+    def after_step(self, engine) -> None:
+        """After an applied step. Every rank must call it."""
+        if not self.steps_left:
+            return
+        self.steps_left -= 1
+        if self.dead and not self.steps_left:
+            raise UserError(
+                f"{len(self.dead)} LoRA matrices got no gradient in the first {PATIENCE} steps, such as"
+                f" {min(self.dead)}: they would train nothing."
+            )
+        if not self.dead:
+            self.steps_left = 0
+            still = dead_matrices(full_weights(engine))  # every lora_B starts at 0
+            if still:
+                raise UserError(f"{len(still)} LoRA matrices did not move at the first step, such as {still[0]}.")

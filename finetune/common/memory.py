@@ -6,9 +6,21 @@ from common.runtime import Ranks, say
 
 
 def count_parameters(model) -> tuple[int, int]:
-    """All and trainable; ZeRO-3 keeps a partitioned parameter's true size in ds_numel."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    """All and trainable parameters."""
+    sizes = [(_true_size(p), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, train in sizes if train)
+
+
+def _true_size(parameter) -> int:
+    """ZeRO-3 keeps a partitioned parameter's size in ds_numel; bitsandbytes packs two 4-bit values into a byte."""
+    quantised = getattr(parameter, "quant_state", None)
+    return quantised.shape.numel() if quantised else getattr(parameter, "ds_numel", parameter.numel())
+
+
+def quantised_savings(model, width: int) -> int:
+    """Bytes that quantised weights take less than `width` a value."""
+    packed = [p for p in model.parameters() if not p.is_floating_point()]
+    return sum(width * _true_size(p) - p.numel() * p.element_size() for p in packed)
 
 
 def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -> dict[str, float]:
@@ -34,7 +46,9 @@ def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -
 def say_needs(model, ds: dict, config: RunConfig, ranks: Ranks) -> None:
     """Prints the size of the model and what its states will take."""
     total, trained = count_parameters(model)
-    need = {place: size / 2**30 for place, size in predict(total, trained, ds, config, ranks.world).items()}
+    need = predict(total, trained, ds, config, ranks.world)
+    need["device"] -= quantised_savings(model, 2 if config.precision == "bf16" else 4)
+    need = {place: size / 2**30 for place, size in need.items()}
     say(
         f"parameters {total:,}, trained {trained:,}; ZeRO-{stage_of(ds)} on {ranks.world} ranks: states"
         f" {need['device']:.2f} GB a rank on the device, {need['host']:.2f} GB in host memory"

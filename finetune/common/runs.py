@@ -17,9 +17,11 @@ from common.track import Meter, Totals, Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandbytes")
-# What may change between a run and its continuation without changing a single number of it.
+# What may change between a run and its continuation without changing a single number of its training. The data are
+# known by their content, so that they can move.
 FREE_TO_CHANGE = set(
     "ds out resume dry_run verify_data save_every keep eval_every sample_every samples export max_skips".split()
+    + "data eval_data".split()
 )
 
 
@@ -41,10 +43,10 @@ def demo_assets(ranks: Ranks) -> Path:
     return folder
 
 
-def identity(config: RunConfig, stage: int, ranks: Ranks, fingerprint: str) -> dict:
+def identity(config: RunConfig, stage: int, ranks: Ranks, fingerprint: dict) -> dict:
     """Everything a checkpoint depends on: a run goes on only from a checkpoint with the same."""
     fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE_TO_CHANGE}
-    return fields | {"zero_stage": stage, "ranks": ranks.world, "data_fingerprint": fingerprint}
+    return fields | {"zero_stage": stage, "ranks": ranks.world, "fingerprint": fingerprint}
 
 
 def write_config(folder: Path, recipe: str, config: RunConfig, ds: dict, facts: dict) -> None:
@@ -77,12 +79,12 @@ class Run:
         self.config, self.ranks, self.engine, self.average = config, ranks, engine, average
         self.folder = run_folder(config, recipe, ranks)
         self.identity = identity(config, stage_of(ds), ranks, fingerprint)
-        self.start, self.best, self.skips = 0, None, 0
+        self.start, self.skips = 0, 0
         found = checkpoint.choose(config.resume, self.checkpoints, ranks)
         if found:
             state = checkpoint.load(found, engine, average, ranks, self.identity)
-            self.start, self.best = state["step"], state["best"]
-        self.tracker = Tracker(self.folder, ranks, steps)
+            self.start = state["step"]
+        self.tracker = Tracker(self.folder, ranks, steps, self.start)
         self.tracker.forget_after(self.start if found else -1)
         if found:
             self.tracker.event("resume", self.start, checkpoint=str(found))
@@ -124,9 +126,7 @@ class Run:
             )
 
     def save(self, step: int, score: float | None) -> None:
-        if score is not None:
-            self.best = score if self.best is None else min(score, self.best)
-        state = {"step": step, "best": self.best, "identity": self.identity}
+        state = {"step": step, "identity": self.identity}
         path = checkpoint.save(self.checkpoints, self.engine, state, self.average, self.ranks, self.config.keep, score)
         self.tracker.event("checkpoint", step, path=str(path))
 

@@ -106,7 +106,7 @@ def _report_outcome(code: int) -> None:
 
 def start_ranks(timeout_minutes: float = 30) -> Ranks:
     """Joins the process group that the launcher described; a plain `python` start is one rank."""
-    os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")  # DeepSpeed's checkpoints are pickles
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed's checkpoints are pickles
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -185,6 +185,20 @@ def from_first(value, ranks: Ranks):
     if ranks.world > 1:
         dist.broadcast_object_list(box, src=0, device=ranks.device)
     return box[0]
+
+
+def on_first(work, ranks: Ranks):
+    """What `work()` returns on the first rank, on every rank; a mistake it finds is raised on all of them."""
+    found, mistake = None, None
+    if ranks.first:
+        try:
+            found = work()
+        except UserError as error:
+            mistake = str(error)
+    found, mistake = from_first((found, mistake), ranks)
+    if mistake:
+        raise UserError(mistake)
+    return found
 
 
 def memory_gb(ranks: Ranks) -> dict:

@@ -27,10 +27,19 @@ def take_samples(prompts: list[dict], speak, folder: Path, ranks: Ranks, all_ran
     if not mine and not all_ranks_must_join:
         return []
     try:
-        spoken = zip(mine, speak(mine or prompts[:1]), strict=False)
-        return [write_codes(folder, prompt, codes, facts) for prompt, (codes, facts) in spoken]
-    except Exception as error:  # whatever a model does while speaking, or a full disk: the training goes on
+        spoken = speak(mine or prompts[:1])
+    except Exception as error:  # whatever a model does while speaking: the training goes on
         print(f"warning: rank {ranks.rank} could not make samples: {error!r}", flush=True)
+        return []
+    return write_all(folder, mine, spoken)
+
+
+def write_all(folder: Path, prompts: list[dict], spoken: list) -> list[Path]:
+    """Codes and facts of each prompt on disk; a disk that refuses them is a warning."""
+    try:
+        return [write_codes(folder, prompt, *result) for prompt, result in zip(prompts, spoken, strict=False)]
+    except OSError as error:
+        print(f"warning: samples could not be written to {folder}: {error}", flush=True)
         return []
 
 
@@ -46,24 +55,19 @@ def start_decoder(files: list[Path], codec: str | None, board: Path, step: int) 
     """Turns codes into .wav and .png in the background; its output goes to decode.log beside them."""
     if not files or not codec:  # codes that came without their codec cannot be heard
         return None
-    with open(files[0].parent / "decode.log", "a") as log:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                DECODER,
-                "--codec-weights",
-                codec,
-                "--tensorboard",
-                board,
-                "--step",
-                str(step),
-                *files,
-            ],
-            stdout=log,
-            stderr=log,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: os.nice(19),
-        )
+    command = [sys.executable, DECODER, "--codec-weights", codec, "--tensorboard", board, "--step", str(step)]
+    try:
+        with open(files[0].parent / "decode.log", "a") as log:
+            return subprocess.Popen(
+                [*command, *files],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                preexec_fn=lambda: os.nice(19),
+            )
+    except OSError as error:
+        print(f"warning: samples cannot be decoded: {error}", flush=True)
+        return None
 
 
 def wait_for(decoders: list) -> None:

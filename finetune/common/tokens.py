@@ -12,6 +12,8 @@ import numpy as np
 
 from common.config import UserError
 
+HELD_OUT = ["eval", "dev", "val", "valid", "validation", "test"]  # values of `split` that are never trained on
+
 
 class TokenDataset:
     """Clips of codes with their texts. `frames[i]` is the length; `codes(i)` is a (T, C) view, nothing is copied."""
@@ -69,6 +71,19 @@ class TokenDataset:
 
         found = pc.match_substring_regex(self._columns["text"], pattern)
         return np.flatnonzero(pc.fill_null(found, False).to_numpy())
+
+    def rows_of_split(self, train: bool) -> np.ndarray:
+        """The rows to train on, or to evaluate on, as the column `split` says; all where it says nothing."""
+        everything = np.arange(len(self))
+        if "split" not in self._columns:
+            return everything
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        held_out = pc.is_in(self._columns["split"], value_set=pa.array(HELD_OUT)).to_numpy()
+        if train:
+            return everything[~held_out]
+        return everything[held_out] if held_out.any() else everything
 
     def require(self, **facts) -> None:
         """Refuses a dataset that another codec made, naming both values."""

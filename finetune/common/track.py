@@ -19,7 +19,6 @@ class Totals:
     losses: np.ndarray  # a codebook
     counts: np.ndarray
     padded: int
-    broken: bool  # a loss somewhere was not finite
     stop: bool  # a signal came somewhere
 
 
@@ -44,11 +43,10 @@ class Meter:
         self.padded += batch["positions"]
 
     def reduce(self, ranks: Ranks) -> Totals:
-        """The one reduction of a step: statistics, and whether any rank saw a broken loss or a signal."""
-        broken = self.broken_ids()
-        sums = all_sum([*self.stats.flatten().cpu(), self.padded, len(broken), float(stop_requested())], ranks)
-        losses, counts = sums[:-3].reshape(2, -1)
-        return Totals(losses, counts, int(sums[-3]), sums[-2] > 0, sums[-1] > 0)
+        """The one reduction of a step: statistics, and whether any rank saw a signal."""
+        sums = all_sum([*self.stats.flatten().cpu(), self.padded, float(stop_requested())], ranks)
+        losses, counts = sums[:-2].reshape(2, -1)
+        return Totals(losses, counts, int(sums[-2]), sums[-1] > 0)
 
     def broken_ids(self) -> list[str]:
         """Clips of this rank's micro-batches whose loss is not finite."""
@@ -59,7 +57,7 @@ class Meter:
 class Tracker:
     """Writes on the first rank only; every method may be called on all ranks."""
 
-    def __init__(self, folder: Path, ranks: Ranks, steps: int):
+    def __init__(self, folder: Path, ranks: Ranks, steps: int, start: int = 0):
         self.ranks, self.steps = ranks, steps
         self.path = folder / "metrics.jsonl"
         self.started = self.first_step = None
@@ -68,7 +66,7 @@ class Tracker:
             from torch.utils.tensorboard import SummaryWriter
 
             folder.mkdir(parents=True, exist_ok=True)
-            self.board = SummaryWriter(str(folder / "tensorboard"))
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
 
     def forget_after(self, step: int) -> None:
         """Drops what a killed process logged after the checkpoint that the run now goes on from."""

@@ -61,6 +61,11 @@ def text_bytes(text: str, tag_map: dict[str, int], name: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
 
+def with_speaker(text: str, text_mode: str) -> str:
+    """A transcript that names no speaker begins with the first one, as all that the model has read."""
+    return f"[S1] {text}" if text_mode == "speech" and not any(tag in text for tag in SPEAKER_BYTES) else text
+
+
 def augment_tags(text: str, drop: float, limit: int, *key) -> str:
     """Tag prompts ("calm, piano, 90 bpm"): drops each with probability `drop`, keeps at least one, shuffles."""
     tags = [tag.strip() for tag in text.split(",") if tag.strip()]
@@ -160,17 +165,17 @@ class Clips:
                 raise UserError(f"--max-seconds {config.max_seconds:g} is less than one frame ({1 / rate:.3f} s).")
         self.window = window
         whole = tokens.frames.astype(np.int64) + layout.tail
-        self.kept = np.arange(len(tokens))
+        self.kept = tokens.rows_of_split(train)
         self.dropped = 0
-        if (whole > window).any() and config.over_long != "crop":
-            longest = int(np.argmax(whole))
+        too_long = whole[self.kept] > window
+        if too_long.any() and config.over_long != "crop":
+            longest = int(self.kept[np.argmax(whole[self.kept])])
             if config.over_long == "error":
                 raise UserError(
                     f"{tokens.folder}: clip {tokens.id(longest)!r} takes {whole[longest]} positions, over the limit"
                     f" of {window} (--max-seconds and the model's own); use --over-long drop, or crop for tag prompts."
                 )
-            self.kept = np.flatnonzero(whole <= window)
-            self.dropped = len(tokens) - len(self.kept)
+            self.kept, self.dropped = self.kept[~too_long], int(too_long.sum())
         self._check_texts()
         self.lengths = np.minimum(whole[self.kept], window)
         self.weights = _channel_weights(config.channel_weights, layout.channels)
@@ -181,9 +186,9 @@ class Clips:
     def _check_texts(self) -> None:
         """Finds over-long, missing and broken texts before training. NFC can at most triple a text's bytes."""
         limit, too_long = self.layout.max_text, []
-        for i in self.tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]"):
+        for i in np.intersect1d(self.kept, self.tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")):
             text_bytes(self._text(i), self.tag_map, self.tokens.id(i))  # says which character it is
-        for i in self.tokens.long_texts(limit // 3):
+        for i in np.intersect1d(self.kept, self.tokens.long_texts(limit // 3)):
             text = self._text(i)
             if self.config.text_mode == "tags":
                 text = max(text, augment_tags(text, 0.0, 0), key=len)  # "a,b" is longer as "a, b"
@@ -195,7 +200,7 @@ class Clips:
                         f" takes {limit}; shorten it or use --over-long-text drop."
                     )
                 too_long.append(i)
-        empty = np.flatnonzero(~np.isin(np.arange(len(self.tokens)), self.tokens.long_texts(0)))
+        empty = np.setdiff1d(self.kept, self.tokens.long_texts(0))
         if len(empty) and not self.config.allow_empty_text:
             raise UserError(
                 f"{self.tokens.folder}: clip {self.tokens.id(int(empty[0]))!r} has no text ({len(empty)} in all);"
@@ -205,9 +210,7 @@ class Clips:
         self.dropped += len(too_long)
 
     def _text(self, i: int) -> str:
-        text = self.tokens.text(i)
-        speech = self.config.text_mode == "speech"
-        return f"[S1] {text}" if speech and not any(tag in text for tag in SPEAKER_BYTES) else text
+        return with_speaker(self.tokens.text(i), self.config.text_mode)
 
     def part(self, clip: int, epoch: int) -> tuple[int, int, int, bool]:
         """First frame, end frame, decoder positions and whether the clip's true end is in."""
@@ -492,8 +495,8 @@ def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks
     decoders = [samples.start_decoder(files, codec, board, step)]
     recorded = folder / "samples" / "recorded"
     if ranks.first and not recorded.exists():
-        truth = [(prompt, clips.tokens.codes(clips.kept[prompt["index"]])) for prompt in prompts]
-        files = [samples.write_codes(recorded, p, c, {"seconds": len(c) / rate}) for p, c in truth]
+        truth = [(clips.tokens.codes(clips.kept[prompt["index"]]), {}) for prompt in prompts]
+        files = samples.write_all(recorded, prompts, truth)
         decoders.append(samples.start_decoder(files, codec, board, 0))
     return decoders
 

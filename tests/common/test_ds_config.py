@@ -92,7 +92,7 @@ def test_a_contradiction_names_both_sides(content, words, tmp_path):
 
 def test_a_value_that_agrees_with_the_flags_is_accepted(tmp_path):
     content = {"gradient_accumulation_steps": 2, "gradient_clipping": 1, "bf16": {"enabled": True}}
-    content |= {"train_batch_size": 4}
+    content |= {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
     assert resolve(tmp_path, content, accumulation=2)["gradient_clipping"] == 1
 
 
@@ -100,7 +100,7 @@ def test_a_value_that_agrees_with_the_flags_is_accepted(tmp_path):
 def test_a_section_that_the_flags_decide_is_refused(section, tmp_path):
     with pytest.raises(UserError, match=f"section '{section}'"):
         resolve(tmp_path, {section: {"type": "AdamW"}})
-    assert section not in resolve(tmp_path, {section: "auto"})
+    assert section not in resolve(tmp_path, {section: "auto"}, precision="fp32")
 
 
 @pytest.mark.parametrize("stage", [4, -1, "two", None, 2.5])
@@ -116,4 +116,15 @@ def test_a_section_that_is_no_object_is_named(content, tmp_path):
 
 
 def test_without_a_zero_section_nothing_is_sharded(tmp_path):
-    assert stage_of(resolve(tmp_path, {})) == 0
+    assert stage_of(resolve(tmp_path, {}, precision="fp32")) == 0
+
+
+def test_stage_0_in_bf16_is_refused(tmp_path):
+    with pytest.raises(UserError, match="--precision fp32"):
+        resolve(tmp_path, {"zero_optimization": {"stage": 0}}, precision="bf16")
+
+
+def test_offload_with_an_8_bit_optimizer_is_refused(tmp_path):
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(UserError, match="--optimizer adamw8bit"):
+        resolve(tmp_path, offload, optimizer="adamw8bit")

@@ -28,8 +28,8 @@ def test_what_does_not_may_change(field, one_rank):
 
 
 def test_stage_ranks_and_data_are_part_of_it(one_rank):
-    facts = identity(RunConfig(), 3, one_rank, "abc")
-    assert (facts["zero_stage"], facts["ranks"], facts["data_fingerprint"]) == (3, 1, "abc")
+    facts = identity(RunConfig(), 3, one_rank, {"data": "abc"})
+    assert (facts["zero_stage"], facts["ranks"], facts["fingerprint"]) == (3, 1, {"data": "abc"})
     assert json.loads(json.dumps(facts)) == facts, "it is compared after a way through JSON"
 
 

@@ -54,7 +54,7 @@ def test_a_generator_that_raises_is_a_warning(tmp_path, capsys):
 def test_a_disk_that_refuses_is_a_warning_too(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert take_samples(PROMPTS, slow_speaker(0), tmp_path / "file", rank(0), False) == []
-    assert "could not make samples" in capsys.readouterr().out
+    assert "samples could not be written" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("must_join", [True, False])

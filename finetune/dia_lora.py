@@ -57,13 +57,13 @@ DEMO = {
     "lora_alpha": 64.0,
     "lora_dropout": 0.0,
     "lr": 3e-3,
-    "steps": 300,
+    "steps": 240,
     "warmup": 20.0,
     "micro_tokens": 600,
     "precision": "fp32",
     "uncond": 0.1,
-    "save_every": 100,
-    "eval_every": 100,
+    "save_every": 80,
+    "eval_every": 80,
 }
 
 if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and no signal is lost

@@ -17,7 +17,7 @@ def run(main: Callable[[], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
-        print("stopped; the same command continues where this one ended", file=sys.stderr)
+        print("stopped; nothing half-written is left: run the same command again", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

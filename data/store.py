@@ -145,7 +145,10 @@ def batched(rows: Iterable[dict], size: int) -> Iterator[list[dict]]:
 
 
 def write_json(file: Path, content: object) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Whole or not at all: facts of samples are rewritten while a report may read them."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.rename(file)
 
 
 def write_jsonl(file: Path, objects: Iterable[object]) -> None:

@@ -234,8 +234,8 @@ def train(config: Config, ranks: Ranks, ds: dict):
     # model and data
     tag_map = dia.read_tag_map(config.tag_map)
     model = build_model(config, ds, tag_map)
-    clips, eval_clips = (build_data(path, model, config, tag_map, ranks, train) for path, train in
-                         ((config.data, True), (config.eval_data, False)))  # fmt: skip
+    clips = build_data(config.data, model, config, tag_map, ranks, train=True)
+    eval_clips = build_data(config.eval_data, model, config, tag_map, ranks, train=False)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     micro_batches = ranks.world * config.accumulation  # of one optimizer step
     steps = config.steps or plan.steps(config.epochs, micro_batches)

@@ -12,7 +12,7 @@ from common import checkpoint
 from common.checkpoint import write_json
 from common.config import RunConfig, UserError
 from common.ds_config import stage_of
-from common.runtime import Ranks, Stopped, from_first, memory_gb, say
+from common.runtime import Ranks, Stopped, from_first, memory_gb, on_first, say
 from common.track import Meter, Totals, Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,11 +35,12 @@ def demo_assets(ranks: Ranks) -> Path:
     """The tiny model, codec and corpus of data/demo.py, made once by a process of its own."""
     folder = ROOT / "runs" / "demo-assets"
     say("embedded demo: a tiny random model and a synthetic corpus; --model and --data name the real thing")
-    code = None
-    if ranks.first:
-        code = subprocess.run([sys.executable, ROOT / "data" / "demo.py", "--out", folder], check=False).returncode
-    if from_first(code, ranks):
-        raise UserError("data/demo.py could not make the demo assets; see its message above.")
+
+    def build() -> None:
+        if subprocess.run([sys.executable, ROOT / "data" / "demo.py", "--out", folder], check=False).returncode:
+            raise UserError("data/demo.py could not make the demo assets; see its message above.")
+
+    on_first(build, ranks)
     return folder
 
 
@@ -74,7 +75,7 @@ class Run:
     """A run folder with its record and its checkpoints; goes on from the newest one when --resume says so."""
 
     def __init__(
-        self, recipe: str, config: RunConfig, ds: dict, ranks: Ranks, engine, average, fingerprint: str, steps
+        self, recipe: str, config: RunConfig, ds: dict, ranks: Ranks, engine, average, fingerprint: dict, steps: int
     ):
         self.config, self.ranks, self.engine, self.average = config, ranks, engine, average
         self.folder = run_folder(config, recipe, ranks)

@@ -20,7 +20,6 @@ DEFAULT_PORT = "29500"
 @dataclass(frozen=True)
 class Ranks:
     rank: int
-    local_rank: int
     world: int
     device: object  # torch.device
 
@@ -134,7 +133,7 @@ def start_ranks(timeout_minutes: float = 30) -> Ranks:
     deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), verbose=False)
     if rank == 0:
         note.unlink(missing_ok=True)
-    return Ranks(rank, local_rank, world, torch.device(accelerator.device_name(local_rank)))
+    return Ranks(rank, world, torch.device(accelerator.device_name(local_rank)))
 
 
 def _agree_on_free_port(rank: int, world: int, note: Path) -> str:

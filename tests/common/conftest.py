@@ -58,7 +58,7 @@ def one_rank():
 
     from common.runtime import Ranks
 
-    return Ranks(0, 0, 1, torch.device("cpu"))
+    return Ranks(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

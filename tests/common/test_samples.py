@@ -14,7 +14,7 @@ PROMPTS = [{"name": f"clip-{i}", "text": f"text {i}"} for i in range(4)]
 
 
 def rank(number, world=2):
-    return Ranks(number, number, world, None)
+    return Ranks(number, world, None)
 
 
 def slow_speaker(seconds):

@@ -67,7 +67,7 @@ def test_tensorboard_holds_the_same_values(tracker, tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path, one_rank):
-    second = Tracker(tmp_path / "run", Ranks(1, 1, 2, one_rank.device), 10)
+    second = Tracker(tmp_path / "run", Ranks(1, 2, one_rank.device), 10)
     second.event("eval", 0, loss=3.0)
     second.forget_after(0)
     second.close()

@@ -12,7 +12,7 @@ from common.loss import IGNORE, fuse_head
 from common.runtime import Ranks
 from models.dia import base_model, dia_loss, evaluate, load_dia, speak, text_bytes
 
-ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
+ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 EQUAL = torch.ones(9)
 
 

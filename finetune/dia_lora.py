@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.config import RunConfig, UserError, flag, parse_args
+from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.runtime import bar_codecs, catch_signals
+from models.dia_flags import DiaFlags
 
 # ---- arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Config(RunConfig):
+class Config(DiaFlags):
     lora_groups: list[str] = flag(["attn"], "groups (enc_attn dec_self ...) or presets (attn attn_mlp decoder)")
     lora_rank: int = flag(16, "rank r of the update", low=1)
     lora_alpha: float = flag(16.0, "scale of the update is alpha / r", low=0)
@@ -34,20 +35,6 @@ class Config(RunConfig):
     dora: bool = flag(False, "weight-decomposed LoRA")
     weight_decay: float = flag(0.0, "LoRA matrices never decay", group="optimizer", low=0, high=0)
     load_in: Literal["full", "8bit", "4bit"] = flag("full", "how the frozen base is held (bitsandbytes)")
-
-    text_mode: Literal["speech", "tags"] = flag("speech", "a transcript, or comma-separated tags (music)")
-    tag_dropout: float = flag(0.1, "tags: probability to drop each", low=0, high=1)
-    tag_limit: int = flag(0, "tags: at most this many; 0 = all", low=0)
-    tag_map: str = flag("", "JSON file of tags that become one trained control byte each; empty = none")
-    allow_empty_text: bool = flag(False, "train on clips that have no text")
-    over_long_text: Literal["error", "drop"] = flag("error", "texts over the model's limit; never cut")
-    max_seconds: float = flag(0.0, "longest part of a clip to train on; 0 = the model's limit", low=0)
-    over_long: Literal["error", "drop", "crop"] = flag("error", "longer clips; crop only for tag prompts")
-    uncond: float = flag(0.15, "share of samples without text, which guidance needs", low=0, high=1)
-    uncond_scope: Literal["sample", "step"] = flag("sample", "decide a sample, or a whole step on all ranks")
-    channel_weights: Literal["equal", "first4x"] = flag("equal", "loss weight of the codebooks")
-    eos_weight: float = flag(1.0, "loss weight of the end token", low=0)
-    sample_frames: int = flag(0, "longest sample; 0 = 1.5 x the longest evaluation clip", low=0)
 
 
 # The demo learns a random tiny model from nothing, so LoRA also needs the MLPs and the head, and a high rate.
@@ -82,10 +69,10 @@ from common.loss import fuse_head
 from common.optim import learning_rate
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks, stop_requested
-from common.tokens import TokenDataset
+from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
 from common.track import Meter
 from models import dia
+from models.dia import build_data, compute_loss, evaluate_and_log
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
@@ -167,43 +154,7 @@ def parse_group_ranks(items: list[str], found: dict) -> dict[str, int]:
     return ranks
 
 
-# ---- data ------------------------------------------------------------------------------------------------------
-
-
-def build_data(path: str, model, config: Config, tag_map: dict, ranks: Ranks, train: bool) -> dia.Clips | None:
-    """A token dataset, checked against the model and, on the first rank, for damage; None without a path."""
-    if not path:
-        return None
-    tokens = TokenDataset(path)
-    if config.verify_data:
-        on_first(tokens.verify, ranks)
-    clips = dia.Clips(tokens, dia.layout_of(dia.base_model(model).config), config, tag_map, train)
-    clips.warn()
-    return clips
-
-
-# ---- batch to loss ---------------------------------------------------------------------------------------------
-
-
-def compute_loss(model, batch, clips: dia.Clips):
-    """Weighted loss sum over the batch's targets; per channel the plain sum and the count."""
-    weights = torch.as_tensor(clips.weights, dtype=torch.float32)
-    return dia.dia_loss(model, batch, weights, clips.config.eos_weight, clips.layout.eos)
-
-
-# ---- evaluation, samples, export -------------------------------------------------------------------------------
-
-
-def evaluate(model, clips: dia.Clips | None, run: runs.Run, step: int, to_device) -> float | None:
-    """Metrics with the averaged weights, if there are any; returns the loss, which chooses the best checkpoint."""
-    if not clips:
-        return None
-    with run.average.in_place():
-        values = dia.evaluate(model, clips, run.ranks, to_device)
-    run.tracker.event("eval", step, **values)
-    say(f"evaluation at step {step}: loss {values['loss']:.4f}  text gap {values['text_gap']:.4f}"
-        f"  end recall {values['eos_recall']:.2f}  end false alarm {values['eos_false_alarm']:.4f}")  # fmt: skip
-    return values["loss"]
+# ---- export ----------------------------------------------------------------------------------------------------
 
 
 def export(engine_, config: Config, folder: Path, tag_map: dict, ranks: Ranks) -> Path:
@@ -263,7 +214,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
     decoders = []
     gate = health.Gate(closed=run.start == 0)
     if run.start == 0:
-        evaluate(model, eval_clips, run, 0, to_device)
+        evaluate_and_log(model, eval_clips, run, 0, to_device)
     if all_sum([float(stop_requested())], ranks)[0]:
         run.stop(run.start)
     model.train()
@@ -298,7 +249,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
 
         score = None
         if last or due(config.eval_every, done):
-            score = evaluate(model, eval_clips, run, done, to_device)
+            score = evaluate_and_log(model, eval_clips, run, done, to_device)
         if last or totals.stop or due(config.save_every, done):
             run.save(done, score)
         if totals.stop and not last:

@@ -3,11 +3,12 @@
     run_many.py RECIPE JOBS.json      JOBS: [{"ds": path or dict, "config": {...}}, ...]
 
 After each run it writes RUN/probe.npz (logits of the first evaluation batch, computed by the training engine) and
-RUN/modules.json (what the process has imported).
+RUN/modules.json (what the process has imported) and RUN/buffers.json (what it would leave behind in shared memory).
 """
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -41,14 +42,13 @@ def main() -> None:
             logits = model(**batch, use_cache=False).logits
         if ranks.first:
             np.savez(Path(config.out) / "probe.npz", logits=logits.float().numpy())
-            (Path(config.out) / "modules.json").write_text(
-                json.dumps(sorted(name for name, module in sys.modules.items() if module))
-            )
+            modules = sorted(name for name, module in sys.modules.items() if module)
+            (Path(config.out) / "modules.json").write_text(json.dumps(modules))
+            buffers = Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*")
+            (Path(config.out) / "buffers.json").write_text(json.dumps([str(path) for path in buffers]))
 
 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    import os
-
     os._exit(0)

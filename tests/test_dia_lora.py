@@ -262,6 +262,11 @@ def test_training_never_imports_a_codec_or_a_resampler(runs):
     assert "transformers.models.dac.modeling_dac" not in modules
 
 
+def test_nothing_stays_in_shared_memory_however_the_ranks_end(runs):
+    """The names of the ranks' buffers are gone while the ranks still run, so that not even kill -9 leaves them."""
+    assert json.loads((runs / "zero2" / "buffers.json").read_text()) == []
+
+
 def test_data_is_ready_when_the_model_is(runs):
     records = support.step_records(runs / "bf16")[2:]
     assert sum(r["data_wait_s"] for r in records) <= 0.01 * sum(r["step_s"] for r in records)

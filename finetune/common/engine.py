@@ -9,7 +9,7 @@ from torch import nn
 
 from common.config import RunConfig
 from common.ds_config import offloads_optimizer, stage_of
-from common.optim import build_optimizer, decay_groups
+from common.optim import build_optimizer, parameter_groups
 from common.runtime import Ranks, memory_gb, say
 
 
@@ -32,18 +32,19 @@ class LossModule(nn.Module):
         return self.compute_loss(self.model, batch)
 
 
-def start_engine(model: nn.Module, compute_loss, config: RunConfig, ds: dict, no_decay: tuple[str, ...]):
-    """The DeepSpeed engine over the model's trainable parameters."""
-    wrapped = LossModule(model, compute_loss)
-    groups = decay_groups(wrapped, config.weight_decay, no_decay)
+def start_engine(
+    model: nn.Module, compute_loss, config: RunConfig, ds: dict, no_decay: tuple[str, ...], rate_scale=None
+):
+    """The DeepSpeed engine over the model's trainable parameters; see `optim.parameter_groups`."""
+    groups = parameter_groups(model, config.weight_decay, no_decay, rate_scale)
     optimizer = build_optimizer(groups, config, offloads_optimizer(ds))
-    engine, *_ = deepspeed.initialize(model=wrapped, optimizer=optimizer, config=ds)
+    engine, *_ = deepspeed.initialize(model=LossModule(model, compute_loss), optimizer=optimizer, config=ds)
     return engine
 
 
 def set_learning_rate(engine, lr: float) -> None:
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
 
 
 def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> None:
@@ -98,11 +99,23 @@ def trainable(engine) -> dict[str, nn.Parameter]:
     return {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}
 
 
-def full_weights(engine) -> dict[str, torch.Tensor]:
-    """The fp32 masters of all trainable parameters, whole, on the CPU. Every rank must call it."""
-    if engine.zero_optimization_stage() == 0:
-        return {name: p.detach().float().cpu().clone() for name, p in trainable(engine).items()}
-    return {name: safe_get_full_fp32_param(p).detach().float().cpu().clone() for name, p in trainable(engine).items()}
+def full_weights(engine, everything: bool = False, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The fp32 masters of all trainable parameters, and with `everything` the frozen ones too: whole, on the CPU.
+
+    Every rank must call it. `keep` false: this rank only takes part, and holds one parameter at a time.
+    """
+    stage, weights = engine.zero_optimization_stage(), {}
+    for name, parameter in engine.module.model.named_parameters():
+        if parameter.requires_grad and stage:
+            value = safe_get_full_fp32_param(parameter)
+        elif parameter.requires_grad or everything:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+                value = parameter.detach().float().cpu().clone()
+        else:
+            continue
+        if keep:
+            weights[name] = value.detach().float().cpu().clone()
+    return weights
 
 
 def full_gradients(engine) -> dict[str, torch.Tensor]:

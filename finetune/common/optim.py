@@ -5,21 +5,29 @@ import math
 from common.config import RunConfig
 
 
-def decay_groups(model, weight_decay: float, no_decay: tuple[str, ...]) -> list[dict]:
-    """Two groups that partition the trainable parameters: matrices with decay, everything else without.
+def parameter_groups(model, weight_decay: float, no_decay: tuple[str, ...], rate_scale=None) -> list[dict]:
+    """Groups that partition the trainable parameters: matrices with decay, everything else without.
 
-    `no_decay`: parts of names that never decay, such as "embed" or "lora_".
+    `no_decay`: parts of names that never decay, such as "embed" or "lora_". `rate_scale`: from a parameter's name to
+    the factor on its learning rate, which its group carries as "lr_scale".
     """
-    groups = {"decay": [], "no_decay": []}
+    groups = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # ZeRO-3 keeps a parameter's true shape in ds_shape; its own is empty while it is partitioned.
             is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
             exempt = not is_matrix or any(part in name for part in no_decay)
-            groups["no_decay" if exempt else "decay"].append(parameter)
+            groups.setdefault((exempt, rate_scale(name) if rate_scale else 1.0), []).append(parameter)
     assert sum(map(len, groups.values())) == sum(p.requires_grad for p in model.parameters())
-    decay = {"decay": weight_decay, "no_decay": 0.0}
-    return [{"params": found, "weight_decay": decay[name], "name": name} for name, found in groups.items() if found]
+    return [
+        {
+            "params": found,
+            "weight_decay": 0.0 if exempt else weight_decay,
+            "lr_scale": scale,
+            "name": f"{'no_' if exempt else ''}decay" + (f" x{scale:.4g}" if rate_scale else ""),
+        }
+        for (exempt, scale), found in sorted(groups.items(), key=lambda item: item[0])
+    ]
 
 
 def build_optimizer(groups: list[dict], config: RunConfig, offload: bool):

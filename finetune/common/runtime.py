@@ -133,7 +133,17 @@ def start_ranks(timeout_minutes: float = 30) -> Ranks:
     deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), verbose=False)
     if rank == 0:
         note.unlink(missing_ok=True)
+    if world > 1:
+        torch.distributed.barrier()
+        _drop_buffer_name(rank)
     return Ranks(rank, world, torch.device(accelerator.device_name(local_rank)))
+
+
+def _drop_buffer_name(rank: int) -> None:
+    """DeepSpeed's CPU collectives leave 66 MB a rank in /dev/shm after every run. Once all ranks have mapped the
+    buffer its name can go: the memory then goes with the last process, however that one ends."""
+    job = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{job}_{rank}").unlink(missing_ok=True)
 
 
 def _agree_on_free_port(rank: int, world: int, note: Path) -> str:

@@ -15,7 +15,8 @@ from common import keyed, samples
 from common.config import UserError
 from common.loss import IGNORE, codebook_loss, codebook_stats
 from common.plan import Plan
-from common.runtime import Ranks, all_sum, say
+from common.runs import Run
+from common.runtime import Ranks, all_sum, on_first, say
 from common.tokens import TokenDataset
 
 SPEAKER_BYTES = {"[S1]": "\x01", "[S2]": "\x02"}
@@ -305,6 +306,18 @@ def _channel_weights(name: str, channels: int) -> np.ndarray:
     return np.array([values[min(c, len(values) - 1)] for c in range(channels)])
 
 
+def build_data(path: str, model, config, tag_map: dict[str, int], ranks: Ranks, train: bool) -> Clips | None:
+    """A token dataset, checked against the model and, on the first rank, for damage; None without a path."""
+    if not path:
+        return None
+    tokens = TokenDataset(path)
+    if config.verify_data:
+        on_first(tokens.verify, ranks)
+    clips = Clips(tokens, layout_of(base_model(model).config), config, tag_map, train)
+    clips.warn()
+    return clips
+
+
 def pad_texts(texts: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids (B, S) padded right with 0, and the mask: from lengths, because unconditional rows are all 0 too."""
     longest = max(1, max(map(len, texts)))
@@ -346,6 +359,27 @@ def dia_loss(model, batch, channel_weights: torch.Tensor, eos_weight: float, eos
         weights_nc = torch.where(labels_nc == eos, weights_nc * eos_weight, weights_nc)
     loss, losses_nc = codebook_loss(base_model(model).logits_dense, hidden_nd, labels_nc, weights_nc)
     return loss, torch.stack([losses_nc.sum(0), real.sum(0).float()]).detach()
+
+
+def compute_loss(model, batch, clips: Clips):
+    """Weighted loss sum over the batch's targets; per channel the plain sum and the count."""
+    weights = torch.as_tensor(clips.weights, dtype=torch.float32)
+    return dia_loss(model, batch, weights, clips.config.eos_weight, clips.layout.eos)
+
+
+def evaluate_and_log(model, clips: Clips | None, run: Run, step: int, to_device) -> float | None:
+    """Metrics with the averaged weights, if there are any; returns the score that chooses the best checkpoint.
+
+    That is the loss, but no score for a model that would not stop speaking (--min-eos-recall).
+    """
+    if not clips:
+        return None
+    with run.average.in_place():
+        values = evaluate(model, clips, run.ranks, to_device)
+    run.tracker.event("eval", step, **values)
+    say(f"evaluation at step {step}: loss {values['loss']:.4f}  text gap {values['text_gap']:.4f}"
+        f"  end recall {values['eos_recall']:.2f}  end false alarm {values['eos_false_alarm']:.4f}")  # fmt: skip
+    return values["loss"] if values["eos_recall"] >= clips.config.min_eos_recall else None
 
 
 @torch.no_grad()

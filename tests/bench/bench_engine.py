@@ -45,7 +45,7 @@ def main() -> None:
     layout = dia.layout_of(dia.load_dia(config.model, torch.float32).config)
     clips = dia.Clips(TokenDataset(config.data), layout, config, {}, train=True)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    loss_of = functools.partial(dia_lora.compute_loss, clips=clips)
+    loss_of = functools.partial(dia.compute_loss, clips=clips)
 
     def batch_of(step):
         epoch, chosen = plan.micro_batch(step)

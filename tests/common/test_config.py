@@ -24,7 +24,7 @@ DIA_LORA_FLAGS = """
     --save-every --keep --eval-every --sample-every --samples --export --no-export
     --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
     --load-in --text-mode --tag-dropout --tag-limit --tag-map --allow-empty-text --no-allow-empty-text
-    --over-long-text --max-seconds --over-long --uncond --uncond-scope --channel-weights --eos-weight
+    --over-long-text --max-seconds --over-long --uncond --uncond-scope --channel-weights --eos-weight --min-eos-recall
     --sample-frames
 """.split()
 

@@ -1,13 +1,15 @@
 """Parameter groups and the learning-rate curve."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from common.config import RunConfig
-from common.optim import build_optimizer, decay_groups, learning_rate, warmup_steps
+from common.engine import set_learning_rate
+from common.optim import build_optimizer, learning_rate, parameter_groups, warmup_steps
 
 
 class Model(nn.Module):
@@ -22,7 +24,7 @@ class Model(nn.Module):
 
 def test_groups_partition_the_trainable_parameters():
     model = Model()
-    groups = {group["name"]: group for group in decay_groups(model, 0.1, ("lora_", "embed"))}
+    groups = {group["name"]: group for group in parameter_groups(model, 0.1, ("lora_", "embed"))}
     found = [id(p) for group in groups.values() for p in group["params"]]
     assert len(found) == len(set(found))
     assert set(found) == {id(p) for p in model.parameters() if p.requires_grad}
@@ -31,15 +33,30 @@ def test_groups_partition_the_trainable_parameters():
 
 
 def test_an_empty_group_is_left_out():
-    (group,) = decay_groups(Model(), 0.1, ("embed", "proj", "lora_"))
+    (group,) = parameter_groups(Model(), 0.1, ("embed", "proj", "lora_"))
     assert group["name"] == "no_decay"
+
+
+def test_a_scaled_rate_moves_a_parameter_that_much_less():
+    """AdamW's first step moves a weight by lr x sign(gradient), whatever the gradient's size."""
+    model, config = Model(), RunConfig(lr=1e-2)
+    groups = parameter_groups(model, 0.0, (), lambda name: 0.25 if "embed" in name else 1.0)
+    optimizer = build_optimizer(groups, config, offload=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    set_learning_rate(SimpleNamespace(optimizer=optimizer), 1e-2)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        moved = 0.0 if "frozen" in name else 0.25e-2 if "embed" in name else 1e-2
+        assert torch.allclose(before[name] - p, torch.tensor(moved), rtol=1e-3, atol=0), name
 
 
 def test_decay_shrinks_what_it_should_and_nothing_else():
     """With zero gradients AdamW moves a weight by decay alone: w (1 - lr decay)."""
     model, config = Model(), RunConfig(lr=1e-2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = build_optimizer(decay_groups(model, 0.1, ("lora_", "embed", "norm")), config, offload=False)
+    optimizer = build_optimizer(parameter_groups(model, 0.1, ("lora_", "embed", "norm")), config, offload=False)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()

@@ -118,9 +118,9 @@ def full_weights(engine, everything: bool = False, keep: bool = True) -> dict[st
     return weights
 
 
-def full_gradients(engine) -> dict[str, torch.Tensor]:
-    """The averaged gradients, whole; only between the last backward and the step. Every rank must call it."""
-    return {name: safe_get_full_grad(p) for name, p in trainable(engine).items()}
+def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The averaged gradient, whole; only between the last backward and the step. Every rank must call it."""
+    return safe_get_full_grad(parameter)
 
 
 # ---- average of the weights ------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """The gate that a run passes in its first optimizer steps: what is meant to train has a gradient, and moves."""
 
 from common.config import UserError
-from common.engine import full_gradients, full_weights
-from common.lora import dead_matrices
+from common.engine import full_gradient, full_weights, trainable
 
 PATIENCE = 3  # a step whose texts are all left out gives some encoder matrices no gradient, rightly
 
 
 class Gate:
-    """Closed until every LoRA matrix has had a gradient and has moved; never opened, it ends the run."""
+    """Closed until everything that must train has had a gradient and has moved; never opened, it ends the run."""
 
     def __init__(self, closed: bool):
         self.steps_left, self.dead = PATIENCE if closed else 0, None
@@ -16,7 +15,7 @@ class Gate:
     def before_step(self, engine) -> None:
         """Between the last backward and the step. Every rank must call it."""
         if self.steps_left:
-            dead = set(dead_matrices(full_gradients(engine)))
+            dead = set(dead_parameters(engine))
             self.dead = dead if self.dead is None else self.dead & dead
 
     def after_step(self, engine) -> None:
@@ -26,11 +25,33 @@ class Gate:
         self.steps_left -= 1
         if self.dead and not self.steps_left:
             raise UserError(
-                f"{len(self.dead)} LoRA matrices got no gradient in the first {PATIENCE} steps, such as"
-                f" {min(self.dead)}: they would train nothing."
+                f"{len(self.dead)} trained parameters got no gradient in the first {PATIENCE} steps, such as"
+                f" {min(self.dead)}: they would learn nothing."
             )
         if not self.dead:
             self.steps_left = 0
-            still = dead_matrices(full_weights(engine))  # every lora_B starts at 0
+            weights = full_weights(engine) if any(map(is_lora_b, trainable(engine))) else {}
+            still = [name for name, value in weights.items() if is_lora_b(name) and not value.any()]  # B starts at 0
             if still:
                 raise UserError(f"{len(still)} LoRA matrices did not move at the first step, such as {still[0]}.")
+
+
+def is_lora_b(name: str) -> bool:
+    return ".lora_B." in name
+
+
+def dead_parameters(engine) -> list[str]:
+    """Names of the parameters that must have a gradient and have none, or one of only zeros.
+
+    With LoRA these are the lora_B matrices alone: B starts at 0, so every lora_A has a gradient of exactly 0 at the
+    first step, and a trained embedding row has none until its tag comes. NaN is not zero: such a step is skipped and
+    named elsewhere.
+    """
+    parameters = trainable(engine)
+    names = [name for name in parameters if is_lora_b(name)] or list(parameters)
+    dead = []
+    for name in names:
+        gradient = full_gradient(parameters[name])
+        if gradient is None or not bool(gradient.any()):
+            dead.append(name)
+    return dead

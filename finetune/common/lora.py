@@ -41,12 +41,3 @@ def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, group_ran
     if wrapped != set(targets):
         raise RuntimeError(f"PEFT wrapped {len(wrapped)} modules instead of the {len(targets)} named ones")
     return peft_model
-
-
-def dead_matrices(values: dict) -> list[str]:
-    """Names of the lora_B matrices whose value (gradient or weight) is missing or all zero.
-
-    Only B counts at the first step: B starts at 0, so every lora_A has a gradient of exactly 0 there. NaN is not
-    zero: a step with a NaN gradient is skipped and named elsewhere.
-    """
-    return [name for name, value in values.items() if ".lora_B." in name and (value is None or not bool(value.any()))]

@@ -1,6 +1,8 @@
 """Flags to config and back."""
 
+import argparse
 import dataclasses
+import importlib
 import subprocess
 import sys
 import time
@@ -14,19 +16,27 @@ from common.config import EXIT_USER_ERROR, RunConfig, flag, parse_args
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Every flag of dia_lora.py. A change here changes users' commands: make it on purpose, and say so in the README.
-DIA_LORA_FLAGS = """
+# Every flag of every recipe. A change here changes users' commands: make it on purpose, and say so in the README.
+RUN_FLAGS = """
     --ds --deepspeed_config --model --data --eval-data --out --resume --dry-run --no-dry-run
     --verify-data --no-verify-data
     --steps --epochs --lr --warmup --min-lr-ratio --micro-tokens --accumulation --seed
     --optimizer --weight-decay --clip --ema --precision --gradient-checkpointing --no-gradient-checkpointing
     --max-skips
     --save-every --keep --eval-every --sample-every --samples --export --no-export
-    --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
-    --load-in --text-mode --tag-dropout --tag-limit --tag-map --allow-empty-text --no-allow-empty-text
-    --over-long-text --max-seconds --over-long --uncond --uncond-scope --channel-weights --eos-weight --min-eos-recall
-    --sample-frames
-""".split()
+"""
+DIA_FLAGS = """
+    --text-mode --tag-dropout --tag-limit --tag-map --allow-empty-text --no-allow-empty-text
+    --over-long-text --max-seconds --over-long --uncond --uncond-scope --channel-weights --eos-weight
+    --min-eos-recall --sample-frames
+"""
+FLAGS = {
+    "dia_lora": f"""{RUN_FLAGS} {DIA_FLAGS}
+        --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
+        --load-in
+    """,
+    "dia_full": f"{RUN_FLAGS} {DIA_FLAGS} --channels --freeze --layer-decay --rehearsal",
+}
 
 
 @dataclass
@@ -142,12 +152,13 @@ def test_values_that_cannot_train_are_refused_by_the_flag_name(words, capsys):
     assert words[0] in message and message.count("\n") == 1
 
 
-def test_help_of_dia_lora_is_quick_and_loads_no_torch():
+@pytest.mark.parametrize("recipe", FLAGS)
+def test_help_is_quick_and_loads_no_torch(recipe):
     probe = (
         "import runpy, sys\n"
-        "sys.argv = ['dia_lora.py', '--help']\n"
+        f"sys.argv = ['{recipe}.py', '--help']\n"
         "sys.path.insert(0, 'finetune')\n"
-        "try:\n    runpy.run_path('finetune/dia_lora.py', run_name='__main__')\n"
+        f"try:\n    runpy.run_path('finetune/{recipe}.py', run_name='__main__')\n"
         "except SystemExit as stop:\n    assert stop.code == 0\n"
         "loaded = {name for name, module in sys.modules.items() if module}\n"
         "heavy = {'torch', 'deepspeed', 'transformers', 'numpy', 'dac', 'torchaudio'} & loaded\n"
@@ -157,14 +168,11 @@ def test_help_of_dia_lora_is_quick_and_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 2
-    assert "--lora-rank" in done.stdout
+    assert FLAGS[recipe].split()[-1] in done.stdout
 
 
-def test_the_flags_of_dia_lora_are_these(monkeypatch):
-    import argparse
-
-    import dia_lora
-
+@pytest.mark.parametrize("recipe", FLAGS)
+def test_the_flags_are_these(recipe, monkeypatch):
     seen = []
     real = argparse.ArgumentParser.parse_args
 
@@ -173,6 +181,15 @@ def test_the_flags_of_dia_lora_are_these(monkeypatch):
         return real(parser, *rest)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", spy)
-    parse_args(dia_lora.Config, "doc", [])
+    parse_args(importlib.import_module(recipe).Config, "doc", [])
     hidden = {"-h", "--help", "--local_rank", "--local-rank"}
-    assert [word for word in seen if word not in hidden] == DIA_LORA_FLAGS
+    assert [word for word in seen if word not in hidden] == FLAGS[recipe].split()
+
+
+@pytest.mark.parametrize("recipe", FLAGS)
+def test_a_reader_of_one_recipe_knows_them_all(recipe):
+    """The same verbs in every script, and the whole of it in one sitting."""
+    module = importlib.import_module(recipe)
+    for verb in ("build_model", "build_data", "compute_loss", "export", "train", "main"):
+        assert callable(getattr(module, verb)), verb
+    assert len((ROOT / "finetune" / f"{recipe}.py").read_text().splitlines()) <= 350

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from common.config import UserError
-from common.lora import add_lora, dead_matrices, resolve_groups
+from common.lora import add_lora, resolve_groups
 
 GROUPS = {
     "attn": (r"layers\.\d+\.(q|k|v|o)_proj", 8),
@@ -124,29 +124,3 @@ def test_the_first_matrices_depend_on_the_seed_alone():
     torch.manual_seed(2)
     two = wrap().state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def first_gradients(model):
-    model(torch.randn(5, WIDTH)).square().sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def test_a_healthy_first_step_has_no_dead_matrix():
-    grads = first_gradients(wrap(["attn", "mlp"]))
-    assert not any(grads[name].any() for name in grads if ".lora_A." in name), "B is 0, so no A has a gradient yet"
-    assert dead_matrices(grads) == []
-
-
-@pytest.mark.parametrize("value", [None, 0.0])
-def test_a_matrix_without_a_gradient_is_named(value):
-    grads = first_gradients(wrap())
-    name = next(name for name in grads if ".lora_B." in name)
-    grads[name] = None if value is None else torch.zeros_like(grads[name])
-    assert dead_matrices(grads) == [name]
-
-
-def test_a_nan_is_not_dead():
-    grads = first_gradients(wrap())
-    name = next(name for name in grads if ".lora_B." in name)
-    grads[name].fill_(float("nan"))
-    assert dead_matrices(grads) == []

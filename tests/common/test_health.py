@@ -1,0 +1,68 @@
+"""The gate of the first steps: what must have a gradient, and what a run without one says."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from common import health
+from common.config import UserError
+
+
+@pytest.fixture(params=["lora", "full"])
+def engine(request, monkeypatch):
+    """An engine's face over a model after one backward in plain PyTorch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    if request.param == "lora":
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["0", "2"]))
+    model(torch.randn(5, 4)).square().sum().backward()
+    monkeypatch.setattr(health, "full_gradient", lambda parameter: parameter.grad)
+    return SimpleNamespace(module=SimpleNamespace(model=model), zero_optimization_stage=lambda: 0)
+
+
+def watched(engine) -> dict:
+    """In a LoRA model no A has a gradient before B has moved: only B can tell."""
+    named = {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}
+    return {name: p for name, p in named.items() if "lora_B" in name} or named
+
+
+def test_a_healthy_first_step_has_nothing_dead(engine):
+    assert health.dead_parameters(engine) == []
+
+
+@pytest.mark.parametrize("value", [None, 0.0])
+def test_a_parameter_without_a_gradient_is_named(engine, value):
+    name, parameter = list(watched(engine).items())[1]
+    parameter.grad = None if value is None else torch.zeros_like(parameter)
+    assert health.dead_parameters(engine) == [name]
+
+
+def test_a_nan_is_not_dead(engine):
+    next(iter(watched(engine).values())).grad.fill_(float("nan"))
+    assert health.dead_parameters(engine) == []
+
+
+def test_what_stays_dead_ends_the_run_after_three_steps_and_is_named(engine):
+    name, parameter = list(watched(engine).items())[1]
+    parameter.grad = None
+    gate = health.Gate(closed=True)
+    for _ in range(2):
+        gate.before_step(engine)
+        gate.after_step(engine)
+    gate.before_step(engine)
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        gate.after_step(engine)
+
+
+def test_a_lora_matrix_that_stays_zero_after_its_step_ends_the_run(engine):
+    gate = health.Gate(closed=True)
+    gate.before_step(engine)
+    if any("lora_B" in name for name in watched(engine)):
+        with pytest.raises(UserError, match="did not move"):
+            gate.after_step(engine)
+    else:
+        gate.after_step(engine)
+        assert gate.steps_left == 0

@@ -1,6 +1,7 @@
 """Demo assets without a download: a small speech-like corpus, a tiny codec, a tiny Dia, all deterministic.
 
     python data/demo.py --out demo
+    python data/demo.py --out demo-higgs --model higgs      the same for Higgs, see demo_higgs.py
 
     demo/audio/<split>/*.wav, *.txt   syllables whose sound follows their letters, spoken by several voices
     demo/codec                        a DAC of the real architecture, tiny
@@ -12,9 +13,11 @@ A finished folder is recognised and reused at once.
 
 import argparse
 import hashlib
+import importlib
 import json
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from store import locked, sync_folder, versions, write_json, write_jsonl
@@ -22,6 +25,7 @@ from usage import UsageError, run
 
 SEED = 20240613
 RATE, HOP = 44100, 512
+BUILDERS = {"dia": "demo", "higgs": "demo_higgs"}  # model -> module whose build_parts(folder, final) makes its assets
 CLIPS = {"train": 64, "eval": 8}
 WORDS = "bada gumi lono sike tafu relu dimo nusa kobe falu gire mota".split()
 
@@ -32,9 +36,23 @@ VOICED |= {"l": (360, 1300), "r": (420, 1100)}
 HISSED = {"s": (5000, 9000), "f": (2500, 7000), "t": (3500, 6500), "k": (1500, 3500)}
 # Everything lasts whole codec frames and the pitch fits into them, so that the codes follow the text: a tiny model
 # can then learn in a minute what takes a real one hours. Pitch in periods a frame (86 Hz each), length of the throat.
-FRAMES = {"vowel": 8, "consonant": 5}
 VOICES = {"ada": (2, 1.12), "ben": (1, 0.92), "cleo": (3, 1.2), "dov": (1, 0.8)}
 PARTNER = {"ada": "ben", "ben": "ada", "cleo": "dov", "dov": "cleo"}  # who says the [S2] turns
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What the voices are made for: a codec's rate and hop, and how many of its frames things last."""
+
+    rate: int = RATE
+    hop: int = HOP
+    vowel: int = 8
+    consonant: int = 5
+    before: int = 2  # silence at the start, and after each word
+    after: int = 3
+
+
+DAC_SOUND = Sound()
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -42,17 +60,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
+    parser.add_argument("--model", choices=BUILDERS, default="dia", help="whose assets (default: dia)")
     return parser.parse_args(argv)
 
 
 def main() -> None:
-    print(ensure_demo(parse_args().out))
+    args = parse_args()
+    print(ensure_demo(args.out, args.model))
 
 
-def ensure_demo(out: Path) -> Path:
+def ensure_demo(out: Path, model: str = "dia") -> Path:
     """The demo folder, built unless it is there already; safe to call from several processes at once."""
     out = out.absolute()
-    key = demo_key(out)
+    key = demo_key(out, BUILDERS[model])
     if read_key(out) == key:
         return out
     with locked(out.with_name(out.name + ".lock"), waiting="another process is building the demo: waiting"):
@@ -64,7 +84,7 @@ def ensure_demo(out: Path) -> Path:
         print(f"building the demo in {out} (once, about 15 s)", flush=True)
         temporary = out.with_name(out.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        build(temporary, out)
+        build(temporary, out, BUILDERS[model])
         write_json(temporary / "demo.json", {"key": key})
         shutil.rmtree(out, ignore_errors=True)
         temporary.rename(out)
@@ -73,11 +93,11 @@ def ensure_demo(out: Path) -> Path:
     return out
 
 
-def demo_key(out: Path) -> str:
+def demo_key(out: Path, builder: str) -> str:
     """Changes with the code and libraries that make the demo, and with its place: the processor names it."""
     here = Path(__file__).parent
     digest = hashlib.sha256(str(out).encode())
-    for name in ("demo", "encode", "worker", "finished", "codec", "waveform", "sources", "store"):
+    for name in dict.fromkeys(["demo", builder, *"encode worker finished codec waveform sources store".split()]):
         digest.update((here / f"{name}.py").read_bytes())
     digest.update(json.dumps(versions("torch", "transformers", "datasets", "numpy")).encode())
     return digest.hexdigest()[:16]
@@ -90,19 +110,20 @@ def read_key(out: Path) -> str | None:
         return None
 
 
-def build(folder: Path, final: Path) -> None:
+def build(folder: Path, final: Path, builder: str) -> None:
     import torch
 
     # Threads only cost time on models this small, and on a busy machine minutes.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        build_parts(folder, final)
+        importlib.import_module(builder).build_parts(folder, final)
     finally:
         torch.set_num_threads(threads)
 
 
 def build_parts(folder: Path, final: Path) -> None:
+    """`folder` becomes `final` when it is whole: what names a place must name that one."""
     folder.mkdir(parents=True)
     clips = write_corpus(folder / "audio")
     print(f"  {len(clips)} clips synthesised", flush=True)
@@ -110,17 +131,22 @@ def build_parts(folder: Path, final: Path) -> None:
     print("  codec saved", flush=True)
     save_dia(folder / "dia", folder / "codec", final / "codec")
     print("  model saved", flush=True)
+    for split in CLIPS:
+        encode_split(folder, final, split, "dac")
+
+
+def encode_split(folder: Path, final: Path, split: str, codec: str) -> None:
+    """The clips of <folder>/audio/<split>.jsonl through data/encode.py, as a user's audio would go."""
     from encode import encode_dataset
     from sources import find_clips
 
-    for split in CLIPS:
-        clips = find_clips(folder / "audio" / f"{split}.jsonl", "jsonl")
-        tokens = folder / "tokens" / split
-        encode_dataset(clips, tokens, codec="dac", weights=str(folder / "codec"))
-        # What names the temporary folder must name the final one; the list of source files has no use.
-        info = json.loads((tokens / "dataset.json").read_text())
-        write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")})
-        (tokens / "sources.jsonl").unlink()
+    tokens = folder / "tokens" / split
+    clips = find_clips(folder / "audio" / f"{split}.jsonl", "jsonl")
+    encode_dataset(clips, tokens, codec=codec, weights=str(folder / "codec"))
+    # What names the temporary folder must name the final one; the list of source files has no use.
+    info = json.loads((tokens / "dataset.json").read_text())
+    write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")})
+    (tokens / "sources.jsonl").unlink()
 
 
 # ---------------------------------------------------------------- corpus
@@ -161,35 +187,30 @@ def demo_texts() -> list[str]:
     return list(texts)
 
 
-def speak(text: str, speaker: str):
+def speak(text: str, speaker: str, sound: Sound = DAC_SOUND, voices: dict = VOICES):
     """Samples in -1..1: every letter has its own spectrum, every voice its own pitch and throat."""
     import numpy as np
 
-    pieces, voice = [silence(2)], VOICES[speaker]
+    pieces, voice = [np.zeros(sound.before * sound.hop)], voices[speaker]
     for part in text.split():
         if part in ("[S1]", "[S2]"):
-            voice = VOICES[speaker if part == "[S1]" else PARTNER[speaker]]
+            voice = voices[speaker if part == "[S1]" else PARTNER[speaker]]
             continue
-        pieces += [letter_sound(letter, *voice) for letter in part]
-        pieces.append(silence(3))
+        pieces += [letter_sound(letter, *voice, sound) for letter in part]
+        pieces.append(np.zeros(sound.after * sound.hop))
     wave = np.concatenate(pieces)
     return 0.5 * wave / np.abs(wave).max()
 
 
-def silence(frames: int):
-    import numpy as np
-
-    return np.zeros(frames * HOP)
-
-
-def letter_sound(letter: str, pitch: int, throat: float):
+def letter_sound(letter: str, pitch: int, throat: float, sound: Sound):
     """One period of the letter's sound, exactly a codec frame long, repeated: a held letter is a held code."""
     import numpy as np
 
-    frequency = np.arange(HOP // 2 + 1) * RATE / HOP
+    hop = sound.hop
+    frequency = np.arange(hop // 2 + 1) * sound.rate / hop
     if letter in HISSED:
         low, high = HISSED[letter]
-        noise = np.random.default_rng([SEED, ord(letter)]).standard_normal(HOP)
+        noise = np.random.default_rng([SEED, ord(letter)]).standard_normal(hop)
         spectrum = np.fft.rfft(noise) * ((frequency >= throat * low) & (frequency <= throat * high))
         loudness = 0.35
     else:
@@ -199,9 +220,10 @@ def letter_sound(letter: str, pitch: int, throat: float):
         voiced = (np.arange(len(gain)) % pitch == 0) & (frequency > 0)
         spectrum = -1j * gain * voiced
         loudness = 0.9 if letter in VOWELS else 0.45
-    period = np.fft.irfft(spectrum, HOP)
-    wave = np.tile(loudness * period / np.abs(period).max(), FRAMES["vowel" if letter in VOWELS else "consonant"])
-    ramp = HOP // 2
+    period = np.fft.irfft(spectrum, hop)
+    frames = sound.vowel if letter in VOWELS else sound.consonant
+    wave = np.tile(loudness * period / np.abs(period).max(), frames)
+    ramp = hop // 2
     wave[:ramp] *= np.linspace(0, 1, ramp)
     wave[-ramp:] *= np.linspace(1, 0, ramp)
     return wave

@@ -31,13 +31,14 @@ def run_folder(config: RunConfig, recipe: str, ranks: Ranks) -> Path:
     return Path(from_first(name, ranks))
 
 
-def demo_assets(ranks: Ranks) -> Path:
+def demo_assets(ranks: Ranks, model: str = "dia") -> Path:
     """The tiny model, codec and corpus of data/demo.py, made once by a process of its own."""
-    folder = ROOT / "runs" / "demo-assets"
+    folder = ROOT / "runs" / ("demo-assets" if model == "dia" else f"demo-assets-{model}")
     say("embedded demo: a tiny random model and a synthetic corpus; --model and --data name the real thing")
 
     def build() -> None:
-        if subprocess.run([sys.executable, ROOT / "data" / "demo.py", "--out", folder], check=False).returncode:
+        command = [sys.executable, ROOT / "data" / "demo.py", "--out", folder, "--model", model]
+        if subprocess.run(command, check=False).returncode:
             raise UserError("data/demo.py could not make the demo assets; see its message above.")
 
     on_first(build, ranks)

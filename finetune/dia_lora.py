@@ -202,7 +202,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
         longest = plan.longest()
         engine.dry_run(ds_engine, to_device(clips.batch(longest)), clips.target_weight(longest, 0), ranks)
         return ds_engine
-    fingerprint = {"data": clips.tokens.fingerprint(), "tag_map": tag_map}
+    fingerprint = clips.fingerprint() | {"tag_map": tag_map}
     run = runs.Run("dia_lora", config, ds, ranks, ds_engine, average, fingerprint, steps)
 
     # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
@@ -245,7 +245,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
             epoch = round(done * micro_batches / plan.per_epoch, 4)
             run.log(done, meter, totals, positions, epoch=epoch, lr=lr, grad_norm=norm)
         else:
-            run.skip(done, meter, [clips.tokens.id(clips.kept[clip]) for _, chosen in parts for clip in chosen])
+            run.skip(done, meter, [clips.id(clip) for _, chosen in parts for clip in chosen])
 
         score = None
         if last or due(config.eval_every, done):

@@ -1,6 +1,7 @@
-"""Speak a text with Dia and an adapter that dia_lora.py trained, or merge the adapter into a plain model folder.
+"""Speak a text with what dia_lora.py or dia_full.py trained, or merge an adapter into a plain model folder.
 
 python finetune/dia_speak.py --adapter runs/my-voice/export --text "[S1] Hello." --wav hello.wav
+python finetune/dia_speak.py --model runs/my-dia/export --text "[S1] Hello." --wav hello.wav
 python finetune/dia_speak.py --adapter runs/my-voice/export --merge my-voice-dia
 """
 
@@ -18,8 +19,8 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--adapter", required=True, help="folder that dia_lora.py exported")
-    parser.add_argument("--model", help="base model; default: the one the adapter names")
+    parser.add_argument("--adapter", help="folder that dia_lora.py exported")
+    parser.add_argument("--model", help="model folder or hub id; default: the one the adapter names")
     parser.add_argument("--text", help="what to say")
     parser.add_argument("--wav", help="where to write the sound")
     parser.add_argument("--codec", default="descript/dac_44khz", help="DAC: hub id or folder (default: %(default)s)")
@@ -34,63 +35,57 @@ def parse_args():
     return parser.parse_args()
 
 
-def load_tuned(adapter: Path, base: str | None):
-    """Base model with its adapter, fp32; the adapter's tag map and text mode."""
+def load_tuned(args):
+    """The model in fp32, with its adapter if there is one; the tag map and text mode that it was trained with."""
     import torch
     from peft import PeftModel
 
     from models.dia import load_dia, read_tag_map
 
-    try:
-        facts = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(f"--adapter {adapter} holds no readable adapter_config.json.") from None
-    tags, training = adapter / "tag_map.json", adapter / "training_config.json"
+    base, trained = args.model, Path(args.adapter or args.model)
+    if args.adapter:
+        try:
+            facts = json.loads((trained / "adapter_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise UserError(f"--adapter {trained} holds no readable adapter_config.json.") from None
+        base = base or facts["base_model_name_or_path"]
+    tags, training = trained / "tag_map.json", trained / "training_config.json"
     tag_map = read_tag_map(str(tags) if tags.exists() else "")
-    mode = json.loads(training.read_text(encoding="utf-8"))["text_mode"] if training.exists() else "speech"
-    model = load_dia(base or facts["base_model_name_or_path"], torch.float32)
-    return PeftModel.from_pretrained(model, str(adapter)).eval(), tag_map, mode
+    flags = json.loads(training.read_text(encoding="utf-8")) if training.exists() else {}
+    model = load_dia(base, torch.float32)
+    if args.adapter:
+        model = PeftModel.from_pretrained(model, str(trained))
+    return model.eval(), base, tag_map, flags.get("text_mode", "speech")
 
 
-def merge(adapter: Path, base: str | None, out: Path) -> None:
+def merge(args) -> None:
     """Base + adapter as a folder that DiaForConditionalGeneration.from_pretrained loads; whole or absent."""
-    from common.checkpoint import write_json
-    from common.runs import fresh
-
+    out = Path(args.merge)
+    if not args.adapter:
+        raise UserError("--merge needs --adapter: a model folder is already whole.")
     if out.exists():
         raise UserError(f"--merge {out} exists already.")
-    model, tag_map, _ = load_tuned(adapter, base)
-    source = base or model.peft_config["default"].base_model_name_or_path
-    draft = out.with_name(f".{out.name}.tmp")
-    fresh(draft)
-    model.merge_and_unload().save_pretrained(str(draft))
-    write_json(draft / "tag_map.json", tag_map)
-    copy_processor(source, draft)
-    draft.rename(out)
+    model, base, tag_map, mode = load_tuned(args)
+    from models.dia_weights import write_model
+
+    model = model.merge_and_unload()
+    facts = {"text_mode": mode, "merged": [base, args.adapter]}
+    write_model(out, model, model.state_dict(), base, tag_map, facts)
     print(f"merged model in {out}")
-
-
-def copy_processor(source: str, out: Path) -> None:
-    """Tokenizer and feature extractor of the base, so that the folder is complete by itself."""
-    from transformers import AutoFeatureExtractor, DiaTokenizer
-
-    local = Path(source).is_dir()
-    DiaTokenizer.from_pretrained(source, local_files_only=local).save_pretrained(str(out))
-    AutoFeatureExtractor.from_pretrained(source, local_files_only=local).save_pretrained(str(out))
 
 
 def say_text(args) -> None:
     import numpy as np
     import torch
 
-    from models.dia import layout_of, speak, text_bytes, with_speaker
+    from models.dia import base_model, layout_of, speak, text_bytes, with_speaker
 
     if args.temperature < 1:
         raise UserError(f"--temperature {args.temperature:g}: Dia samples at 1 or above.")
     if args.guidance < 1:
         raise UserError(f"--guidance {args.guidance:g} must be 1 (off) or above.")
-    model, tag_map, mode = load_tuned(Path(args.adapter), args.model)
-    limit = layout_of(model.get_base_model().config).max_text
+    model, _, tag_map, mode = load_tuned(args)
+    limit = layout_of(base_model(model).config).max_text
     ids = text_bytes(with_speaker(args.text, mode), tag_map, "--text")
     if not 0 < len(ids) <= limit:
         raise UserError(f"--text has {len(ids)} bytes; the model takes 1 to {limit}.")
@@ -123,8 +118,10 @@ def codec_frame_rate(codec: str) -> float:
 def main() -> None:
     args = parse_args()
     try:
+        if not args.adapter and not args.model:
+            raise UserError("give --adapter (of dia_lora.py) or --model (of dia_full.py).")
         if args.merge:
-            merge(Path(args.adapter), args.model, Path(args.merge))
+            merge(args)
         elif args.text and args.wav:
             say_text(args)
         else:

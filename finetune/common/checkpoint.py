@@ -151,6 +151,19 @@ def load(path: Path, engine, average, ranks: Ranks, identity: dict) -> dict:
     return state
 
 
+def masters(path: Path) -> dict[str, torch.Tensor]:
+    """The trained fp32 weights of a checkpoint, whole, by their names in the recipe's model; in any one process."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    damage = _damage(path)
+    if damage:
+        raise UserError(f"checkpoint {path} is damaged ({damage}).")
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    _allow_list()
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(path), TAG, exclude_frozen_parameters=True)
+    return {name.removeprefix("model."): value.clone() for name, value in weights.items()}
+
+
 def _damage(path: Path) -> str | None:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))

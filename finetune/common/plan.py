@@ -50,8 +50,9 @@ class Plan:
         """The micro-batch that takes most memory: the longest clips, as many as the budget lets in."""
         return np.argsort(self.lengths, kind="stable")[self.edges[-2] :]
 
-    def steps(self, epochs: float, micro_batches_a_step: int) -> int:
-        return max(1, int(np.ceil(epochs * self.per_epoch / micro_batches_a_step)))
+    def steps(self, epochs: float, micro_batches_a_step: int, share: float = 1.0) -> int:
+        """Optimizer steps for so many passes, of which `share` of the micro-batches are this plan's."""
+        return max(1, int(np.ceil(epochs * self.per_epoch / share / micro_batches_a_step)))
 
     def padding(self, epoch: int = 0) -> float:
         """Share of the padded positions that hold no clip."""
@@ -61,6 +62,30 @@ class Plan:
             for start, end in zip(self.edges[:-1], self.edges[1:], strict=True)
         )
         return 1 - self.lengths.sum() / padded
+
+
+class Mix:
+    """Two plans as one: a keyed share of the micro-batches comes from `other`, whose clips count on after `main`'s."""
+
+    def __init__(self, main: Plan, other: Plan, share: float, seed: int, micro_batches: int):
+        """`micro_batches`: those of the whole run, at most."""
+        self.main, self.other = main, other
+        self.lengths = np.concatenate([main.lengths, other.lengths])
+        self.per_epoch = main.per_epoch / (1 - share)
+        self.is_other = keyed.generator(seed, "mix").random(micro_batches) < share
+        self.others_before = np.concatenate([[0], np.cumsum(self.is_other)])
+
+    def micro_batch(self, number: int) -> tuple[int, np.ndarray]:
+        others = int(self.others_before[number])
+        if self.is_other[number]:
+            epoch, clips = self.other.micro_batch(others)
+            return epoch, clips + len(self.main.lengths)
+        return self.main.micro_batch(number - others)
+
+    def longest(self) -> np.ndarray:
+        if self.other.lengths.max() > self.main.lengths.max():
+            return self.other.longest() + len(self.main.lengths)
+        return self.main.longest()
 
 
 def _edges(ordered: np.ndarray, budget: int, jitter: float) -> np.ndarray:

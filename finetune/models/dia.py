@@ -289,6 +289,12 @@ class Clips:
             "positions": mask.size,
         }
 
+    def id(self, clip: int) -> str:
+        return self.tokens.id(self.kept[clip])
+
+    def fingerprint(self) -> dict:
+        return {"data": self.tokens.fingerprint()}
+
     def warn(self) -> None:
         """Says what trains but is probably not meant."""
         if self.dropped:
@@ -299,6 +305,37 @@ class Clips:
             odd = self.tokens.texts_matching(r"^\s*\[S2\]|\[S1\][^\[]*\[S1\]|\[S2\][^\[]*\[S2\]")
             if len(odd):
                 say(f"warning: in {len(odd)} texts the speakers do not begin with [S1] or do not alternate")
+
+
+class WithRehearsal:
+    """Clips to learn and, counted on after them, clips not to forget. A micro-batch holds only one kind (plan.Mix)."""
+
+    def __init__(self, clips: Clips, rehearsal: Clips):
+        self.parts = (clips, rehearsal)
+        self.config, self.layout, self.weights = clips.config, clips.layout, clips.weights
+        self.lengths = np.concatenate([clips.lengths, rehearsal.lengths])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _own(self, chosen) -> tuple[Clips, np.ndarray]:
+        chosen, first = np.asarray(chosen), len(self.parts[0])
+        return (self.parts[1], chosen - first) if chosen[0] >= first else (self.parts[0], chosen)
+
+    def batch(self, chosen, epoch: int = 0, step: int = 0) -> dict:
+        clips, own = self._own(chosen)
+        return clips.batch(own, epoch, step)
+
+    def target_weight(self, chosen, epoch: int) -> float:
+        clips, own = self._own(chosen)
+        return clips.target_weight(own, epoch)
+
+    def id(self, clip: int) -> str:
+        clips, (own,) = self._own([clip])
+        return clips.id(own)
+
+    def fingerprint(self) -> dict:
+        return {"data": self.parts[0].tokens.fingerprint(), "rehearsal": self.parts[1].tokens.fingerprint()}
 
 
 def _channel_weights(name: str, channels: int) -> np.ndarray:
@@ -314,6 +351,8 @@ def build_data(path: str, model, config, tag_map: dict[str, int], ranks: Ranks, 
     if config.verify_data:
         on_first(tokens.verify, ranks)
     clips = Clips(tokens, layout_of(base_model(model).config), config, tag_map, train)
+    if not len(clips):
+        raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
     clips.warn()
     return clips
 

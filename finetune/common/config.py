@@ -40,6 +40,9 @@ class RunConfig:
     steps: int = flag(0, "optimizer steps; 0 = as many as --epochs need", group="schedule", low=0)
     epochs: float = flag(1.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
     lr: float = flag(1e-4, "peak learning rate", group="schedule")
+    lr_floor_action: Literal["error", "warn", "default"] = flag(
+        "error", "a peak --lr outside what trains: refuse it, keep it, or take the recipe's own", group="schedule"
+    )
     warmup: float = flag(
         0.03, "warm-up, as a share of the steps (below 1) or in optimizer steps", group="schedule", low=0
     )
@@ -116,9 +119,7 @@ def check(config: RunConfig) -> None:
     """Refuses what cannot train, before anything heavy is loaded."""
     if bool(config.model) != bool(config.data):
         raise UserError("--model and --data go together: give both, or neither for the embedded demo.")
-    # 1e-7 is what a warm-up prints at its first step; as a peak it trains nothing. Above 1e-2 Adam diverges.
-    if not 1e-6 <= config.lr <= 1e-2:
-        raise UserError(f"--lr {config.lr:g} is outside 1e-06 .. 0.01; LoRA usually takes 1e-4, full tuning 1e-5.")
+    check_peak_rate(config)
     for item in dataclasses.fields(config):
         low, high, value = item.metadata["low"], item.metadata["high"], getattr(config, item.name)
         if low is not None and not low <= value <= (math.inf if high is None else high):  # NaN is refused too
@@ -126,3 +127,21 @@ def check(config: RunConfig) -> None:
             raise UserError(f"--{item.name.replace('_', '-')} {value} is refused: it takes {bounds}.")
     if config.steps == 0 and not 0 < config.epochs < math.inf:
         raise UserError(f"--epochs {config.epochs:g} gives no steps; set --steps or --epochs above 0.")
+
+
+def check_peak_rate(config: RunConfig) -> None:
+    """--lr is the peak: 1e-7 is what a warm-up prints at its first step; as a peak it trains nothing."""
+    low, high = 1e-6, 1e-2  # above, Adam diverges
+    if low <= config.lr <= high:
+        return
+    usual = next(item.default for item in dataclasses.fields(config) if item.name == "lr")
+    outside = f"--lr {config.lr:g} is outside {low:g} .. {high:g}"
+    if config.lr_floor_action == "error" or not 0 < config.lr < math.inf:
+        raise UserError(
+            f"{outside}; LoRA usually takes 1e-4, full tuning 1e-5. --lr-floor-action warn keeps it,"
+            f" --lr-floor-action default takes {usual:g}."
+        )
+    if config.lr_floor_action == "default":
+        config.lr = usual
+    if os.environ.get("RANK", "0") == "0":
+        print(f"WARNING: {outside}; this run takes {config.lr:g} (--lr-floor-action {config.lr_floor_action})")

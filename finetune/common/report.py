@@ -8,6 +8,7 @@ import html
 import io
 import json
 import sys
+from math import nan
 from pathlib import Path
 
 STYLE = """
@@ -80,9 +81,10 @@ def _curves(steps: list[dict], evals: list[dict]) -> str:
 def _eval_table(evals: list[dict]) -> str:
     names = [name for name in evals[-1] if name not in ("event", "step") and "_channel_" not in name]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ["step", *names])
-    rows = "".join(
-        "<tr>" + f"<td>{r['step']}</td>" + "".join(f"<td>{r[name]:.4f}</td>" for name in names) + "</tr>" for r in evals
-    )
+    lines = [[str(r["step"]), *(f"{r.get(name, nan):.4f}" for name in names)] for r in evals]
+    if evals[0]["step"] == 0 and len(evals) > 1:  # what the training changed, against the untrained base
+        lines.append(["last - base", *(f"{evals[-1][name] - evals[0].get(name, nan):+.4f}" for name in names)])
+    rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
     return f"<table><tr>{head}</tr>{rows}</table>"
 
 

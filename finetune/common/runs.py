@@ -12,6 +12,7 @@ from common import checkpoint
 from common.checkpoint import write_json
 from common.config import RunConfig, UserError
 from common.ds_config import stage_of
+from common.optim import warmup_steps
 from common.runtime import Ranks, Stopped, from_first, memory_gb, on_first, say
 from common.track import Meter, Totals, Tracker
 
@@ -21,7 +22,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandby
 # known by their content, so that they can move.
 FREE_TO_CHANGE = set(
     "ds out resume dry_run verify_data save_every keep eval_every sample_every samples export max_skips".split()
-    + "data eval_data".split()
+    + "data eval_data lr_floor_action".split()
 )
 
 
@@ -58,6 +59,7 @@ def write_config(folder: Path, recipe: str, config: RunConfig, ds: dict, facts: 
         folder / "config.json",
         {
             "recipe": recipe,
+            "command": sys.argv,  # what was asked for; "config" is what the run takes
             "config": dataclasses.asdict(config),
             "ds_config": ds,
             **facts,
@@ -86,7 +88,10 @@ class Run:
         if found:
             state = checkpoint.load(found, engine, average, ranks, self.identity)
             self.start = state["step"]
-        self.tracker = Tracker(self.folder, ranks, steps, self.start)
+        warmup = warmup_steps(config.warmup, steps)
+        if warmup > 0.3 * steps:
+            say(f"warning: the warm-up takes {warmup} of {steps} steps")
+        self.tracker = Tracker(self.folder, ranks, steps, self.start, warmup, config.lr)
         self.tracker.forget_after(self.start if found else -1)
         if found:
             self.tracker.event("resume", self.start, checkpoint=str(found))

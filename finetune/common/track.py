@@ -57,8 +57,9 @@ class Meter:
 class Tracker:
     """Writes on the first rank only; every method may be called on all ranks."""
 
-    def __init__(self, folder: Path, ranks: Ranks, steps: int, start: int = 0):
-        self.ranks, self.steps = ranks, steps
+    def __init__(self, folder: Path, ranks: Ranks, steps: int, start: int = 0, warmup: int = 0, peak: float = 0.0):
+        """`warmup` steps lead up to the learning rate `peak`: the progress line says so, lest it be taken for one."""
+        self.ranks, self.steps, self.warmup, self.peak = ranks, steps, warmup, peak
         self.path = folder / "metrics.jsonl"
         self.started = self.first_step = None
         self.board = None
@@ -93,8 +94,9 @@ class Tracker:
             left = _clock(pace * (self.steps - step))
         memory = values.get("vram_gb", values.get("rss_gb"))
         wait = 100 * values["data_wait_s"] / max(values["step_s"], 1e-9)
+        warm = f" (warm-up {step}/{self.warmup}, peak {self.peak:.1e})" if step < self.warmup else ""
         say(
-            f"step {step:>6}/{self.steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}"
+            f"step {step:>6}/{self.steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}{warm}"
             f"  norm {values['grad_norm']:.3f}  {values['tokens_per_s']:>7.0f} tok/s"
             f"  pad {100 * values['padding']:.1f}%  wait {wait:.1f}%  {memory:.2f} GB  left {left}"
         )

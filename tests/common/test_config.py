@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_FLAGS = """
     --ds --deepspeed_config --model --data --eval-data --out --resume --dry-run --no-dry-run
     --verify-data --no-verify-data
-    --steps --epochs --lr --warmup --min-lr-ratio --micro-tokens --accumulation --seed
+    --steps --epochs --lr --lr-floor-action --warmup --min-lr-ratio --micro-tokens --accumulation --seed
     --optimizer --weight-decay --clip --ema --precision --gradient-checkpointing --no-gradient-checkpointing
     --max-skips
     --save-every --keep --eval-every --sample-every --samples --export --no-export
@@ -120,6 +120,16 @@ def test_demo_values_lie_between_default_and_flag():
     assert (config.steps, config.lr, config.groups, config.warmup) == (5, 1e-3, ["demo"], Config().warmup)
     real = parse("--model", "m", "--data", "d", demo=demo)
     assert (real.steps, real.lr, real.groups) == (0, Config().lr, ["a", "b"])
+
+
+def test_a_peak_rate_that_trains_nothing_is_kept_or_replaced_only_when_told_and_never_in_silence(capsys):
+    assert parse("--lr", "1e-7", "--lr-floor-action", "warn").lr == 1e-7
+    assert "WARNING: --lr 1e-07 is outside" in capsys.readouterr().out
+    assert parse("--lr", "1e-7", "--lr-floor-action", "default").lr == Config().lr
+    assert f"this run takes {Config().lr:g}" in capsys.readouterr().out
+    assert parse("--lr", "1e-5", "--warmup", "100", "--lr-floor-action", "default").lr == 1e-5
+    assert capsys.readouterr().out == ""
+    assert "--lr nan is outside" in refused(capsys, "--lr", "nan", "--lr-floor-action", "warn")
 
 
 @pytest.mark.parametrize("lr", ["0", "1e-12", "10", "nan", "-0.1"])

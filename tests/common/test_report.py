@@ -67,6 +67,13 @@ def test_curves_and_evaluation_are_shown(run):
     assert base64.b64decode(page.sources[0].split(",")[1]).startswith(b"\x89PNG")
 
 
+def test_the_last_evaluation_is_set_against_the_base(run):
+    evals = [EVAL | {"step": 0, "loss": 3.0}, EVAL | {"step": 5, "loss": 2.25, "stop_rate": 1.0}]
+    words = page_of(run(evals)).words
+    assert "last - base" in words and "-0.7500" in words and "nan" in words  # the base has no stop rate
+    assert "last - base" not in page_of(run(evals[1:])).words
+
+
 def test_samples_stand_under_their_text_with_sound_and_picture(run):
     folder = run([])
     add_sample(folder, "recorded", "clip-0000", text="hello", seconds=1.25)

@@ -35,6 +35,15 @@ def test_the_progress_line_shows_the_step(tracker, capsys):
     assert "1/10" in first and "loss 2.5000" in first and "wait 1.0%" in first and "0.50 GB" in second
 
 
+def test_a_rate_of_the_warm_up_is_called_that(tmp_path, one_rank, capsys):
+    tracker = Tracker(tmp_path, one_rank, 500, warmup=100, peak=1e-5)
+    tracker.step(1, VALUES | {"lr": 1e-7})
+    tracker.step(100, VALUES | {"lr": 1e-5})
+    tracker.close()
+    first, last = capsys.readouterr().out.splitlines()
+    assert "lr 1.00e-07 (warm-up 1/100, peak 1.0e-05)" in first and "warm-up" not in last
+
+
 def test_forgetting_drops_later_and_half_written_lines(tracker):
     for step in (1, 2, 3):
         tracker.step(step, VALUES)

@@ -15,14 +15,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common import elastic
 from common.config import UserError
 from common.runtime import Ranks, from_first, on_first, say
 
 TAG = "state"
 NAME = re.compile(r"step-\d{8,}")
+SHAPE = {"ranks", "zero_stage", "accumulation"}  # what may change between a run and its continuation, within limits
 
 
-def _allow_list() -> None:
+def allow_list() -> None:
     """The only classes, beside tensors and plain containers, that DeepSpeed's own shards hold."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -133,14 +135,19 @@ def load(path: Path, engine, average, ranks: Ranks, identity: dict) -> dict:
     if damage:
         raise UserError(f"checkpoint {path} is damaged ({damage}): remove it from index.json or name another.")
     state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-    changed = [
-        f"{key}: {state['identity'].get(key)!r} then, {value!r} now"
-        for key, value in identity.items()
-        if state["identity"].get(key) != value
-    ]
+    then = state["identity"]
+    changed = {
+        key: f"{key}: {then.get(key)!r} then, {now!r} now" for key, now in identity.items() if then.get(key) != now
+    }
+    if set(changed) - SHAPE:
+        raise UserError(f"checkpoint {path} is of another run ({'; '.join(changed.values())}): use another --out.")
+    allow_list()
     if changed:
-        raise UserError(f"checkpoint {path} is of another run ({'; '.join(changed)}): use another --out.")
-    _allow_list()
+        _refuse_other_steps(path, then, identity)
+        say(f"the run changes its shape ({'; '.join(changed.values())})")
+        _load_reshaped(path, engine, average, ranks)
+        engine.global_steps = state["step"]
+        return state
     loaded, _ = engine.load_checkpoint(str(path), tag=TAG, load_module_strict=False, load_lr_scheduler_states=False)
     if loaded is None:
         raise UserError(f"DeepSpeed found no state in checkpoint {path}.")
@@ -151,6 +158,29 @@ def load(path: Path, engine, average, ranks: Ranks, identity: dict) -> dict:
     return state
 
 
+def _refuse_other_steps(path: Path, then: dict, now: dict) -> None:
+    """Other ranks are fine if an optimizer step still holds the same micro-batches, and all states can be cut anew."""
+    sizes = [identity["ranks"] * identity["accumulation"] for identity in (then, now)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"checkpoint {path}: ranks x --accumulation was {sizes[0]} and is {sizes[1]}; keep the product, so that"
+            " every step trains the same micro-batches."
+        )
+    if now["optimizer"] != "adamw":
+        raise UserError(f"checkpoint {path}: --optimizer {now['optimizer']} cannot go on with other ranks or stages.")
+    if 0 in (then["zero_stage"], now["zero_stage"]):
+        raise UserError(f"checkpoint {path}: ZeRO-0 checkpoints go on with ZeRO-0 and as many ranks only.")
+
+
+def _load_reshaped(path: Path, engine, average, ranks: Ranks) -> None:
+    scratch = path.parent / f".{path.name}.universal.tmp"
+    on_first(lambda: elastic.convert(path, TAG, scratch, bool(average.decay)), ranks)
+    elastic.load(scratch, engine, average)
+    _barrier(ranks)
+    if ranks.first:
+        shutil.rmtree(scratch)
+
+
 def masters(path: Path) -> dict[str, torch.Tensor]:
     """The trained fp32 weights of a checkpoint, whole, by their names in the recipe's model; in any one process."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -159,7 +189,7 @@ def masters(path: Path) -> dict[str, torch.Tensor]:
     if damage:
         raise UserError(f"checkpoint {path} is damaged ({damage}).")
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    _allow_list()
+    allow_list()
     weights = get_fp32_state_dict_from_zero_checkpoint(str(path), TAG, exclude_frozen_parameters=True)
     return {name.removeprefix("model."): value.clone() for name, value in weights.items()}
 

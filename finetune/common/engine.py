@@ -126,17 +126,19 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 # ---- average of the weights ------------------------------------------------------------------------------------
 
 
-def _masters(engine) -> list[torch.Tensor]:
-    """This rank's share of the fp32 weights."""
+def masters(engine, parameters: bool = False) -> list[torch.Tensor]:
+    """This rank's share of the fp32 weights; as `parameters` they are the keys of the optimizer's state."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
-        return [t.data for t in engine.optimizer.fp32_partitioned_groups_flat]
-    if stage in (1, 2):
-        return [t.data for t in engine.optimizer.single_partition_of_fp32_groups]
-    return [p.data for p in trainable(engine).values()]
+        found = engine.optimizer.fp32_partitioned_groups_flat
+    elif stage in (1, 2):
+        found = engine.optimizer.single_partition_of_fp32_groups
+    else:
+        found = trainable(engine).values()
+    return list(found) if parameters else [t.data for t in found]
 
 
-def _masters_changed(engine) -> None:
+def masters_changed(engine) -> None:
     """Carries changed masters over to the weights that the model computes with."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
@@ -157,13 +159,13 @@ class Average:
 
     def __init__(self, engine, decay: float):
         self.engine, self.decay = engine, decay
-        self.shadow = [t.clone() for t in _masters(engine)] if decay else []
+        self.shadow = [t.clone() for t in masters(engine)] if decay else []
 
     def update(self, step: int) -> None:
         if self.decay:
             # Early steps average over what there is, instead of holding on to the initial weights.
             decay = min(self.decay, (1 + step) / (10 + step))
-            torch._foreach_lerp_(self.shadow, _masters(self.engine), 1 - decay)
+            torch._foreach_lerp_(self.shadow, masters(self.engine), 1 - decay)
 
     @contextmanager
     def in_place(self):
@@ -177,8 +179,8 @@ class Average:
                 self._swap()
 
     def _swap(self) -> None:
-        for shadow, master in zip(self.shadow, _masters(self.engine), strict=True):
+        for shadow, master in zip(self.shadow, masters(self.engine), strict=True):
             kept = master.clone()
             master.copy_(shadow)
             shadow.copy_(kept)
-        _masters_changed(self.engine)
+        masters_changed(self.engine)

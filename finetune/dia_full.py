@@ -175,7 +175,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
     if config.rehearsal:
         clips, plan, steps = rehearse(clips, plan, model, config, tag_map, ranks, micro_batches)
     say(f"clips {len(clips):,}, padding {padding:.1f} %, {steps} steps of {micro_batches} micro-batches")
-    memory.say_needs(model, ds, config, ranks)
+    needs = memory.say_needs(model, ds, config, ranks)
 
     # engine and resume
     loss_of = functools.partial(compute_loss, clips=clips)
@@ -185,7 +185,8 @@ def train(config: Config, ranks: Ranks, ds: dict):
     to_device = mover(ranks.device)
     if config.dry_run:
         longest = plan.longest()
-        engine.dry_run(ds_engine, to_device(clips.batch(longest)), clips.target_weight(longest, 0), ranks)
+        weight = clips.target_weight(longest, 0)
+        engine.dry_run(ds_engine, lambda chosen: to_device(clips.batch(chosen)), longest, weight, needs, ranks)
         return ds_engine
     fingerprint = clips.fingerprint() | {"tag_map": tag_map}
     run = runs.Run("dia_full", config, ds, ranks, ds_engine, average, fingerprint, steps)

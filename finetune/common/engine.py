@@ -9,6 +9,7 @@ from torch import nn
 
 from common.config import RunConfig
 from common.ds_config import offloads_optimizer, stage_of
+from common.memory import saved_bytes
 from common.optim import build_optimizer, parameter_groups
 from common.runtime import Ranks, memory_gb, say
 
@@ -79,8 +80,14 @@ def take_step(engine) -> tuple[bool, float]:
     return applied, float(norm) if applied and norm is not None else float("nan")
 
 
-def dry_run(engine, batch: dict, step_weight: float, ranks: Ranks) -> None:
-    """One optimizer step on one batch, and the memory it took."""
+def dry_run(engine, batch_of, longest, step_weight: float, needs: float, ranks: Ranks) -> None:
+    """One optimizer step on the longest micro-batch, and the memory it took beside what was foretold.
+
+    `batch_of`: from clips to a batch on the device; `needs`: bytes of `memory.say_needs`. Activations are counted
+    for one clip, and multiplied.
+    """
+    needs += saved_bytes(lambda: engine(batch_of(longest[:1]))) * len(longest)
+    batch = batch_of(longest)
     for _ in range(engine.gradient_accumulation_steps()):
         loss_sum, stats = engine(batch)
         backward(engine, loss_sum, step_weight, ranks.world)
@@ -91,7 +98,8 @@ def dry_run(engine, batch: dict, step_weight: float, ranks: Ranks) -> None:
     peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
     loss = float(stats[0].sum() / stats[1].sum())
     shape = tuple(batch["labels"].shape)
-    say(f"dry run: longest micro-batch {shape} (clips, positions, channels), loss {loss:.4f}; peak memory {peak}")
+    say(f"dry run: longest micro-batch {shape} (clips, positions, channels), loss {loss:.4f}")
+    say(f"memory a rank: predicted {needs / 2**30:.2f} GB, measured peak {peak}")
 
 
 def trainable(engine) -> dict[str, nn.Parameter]:

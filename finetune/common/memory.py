@@ -1,5 +1,10 @@
 """Memory a rank needs for weights, gradients and optimizer, before anything is allocated."""
 
+import resource
+from pathlib import Path
+
+import torch
+
 from common.config import RunConfig
 from common.ds_config import offloads_optimizer, stage_of
 from common.runtime import Ranks, say
@@ -28,28 +33,72 @@ def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -
 
     Compute weights and gradients take 2 bytes (bf16) or 4; an fp32 master, its gradient and Adam's two moments take
     16 (10 with 8-bit moments) and are split over the ranks from stage 1, gradients from stage 2, weights in stage 3.
+    Stage 3 works with what it gathers: live weights and the bucket that gradients are reduced in.
     """
+    zero, stage = ds["zero_optimization"], stage_of(ds)
     width = 2 if config.precision == "bf16" else 4
-    states = 8 + (2 if config.optimizer == "adamw8bit" else 8)
-    stage = stage_of(ds)
+    moments = 2 if config.optimizer == "adamw8bit" else 8
+    shared = trained / (world if stage >= 1 else 1)
     weights = width * total / (world if stage == 3 else 1)
     gradients = width * trained / (world if stage >= 2 else 1)
-    optimizer = states * trained / (world if stage >= 1 else 1)
-    host = 0.0
+    # Stage 3 steps a sub-group at a time, and only that has its gradient in fp32.
+    optimizer = (4 + moments) * shared + 4 * min(shared, _size(zero, "sub_group_size", 1e9) if stage == 3 else shared)
+    host = working = 0.0
+    if stage == 3:
+        working = width * min(total, _size(zero, "stage3_max_live_parameters", 1e9))
+        working += width * min(trained, _size(zero, "reduce_bucket_size", 5e8))
     if offloads_optimizer(ds):
         host, optimizer, gradients = host + optimizer + gradients, 0.0, 0.0
-    if ds["zero_optimization"].get("offload_param", {}).get("device", "none") != "none":
+    if zero.get("offload_param", {}).get("device", "none") != "none":
         host, weights = host + weights, 0.0
-    return {"device": weights + gradients + optimizer, "host": host}
+    return {"device": weights + gradients + optimizer, "host": host, "working": working}
 
 
-def say_needs(model, ds: dict, config: RunConfig, ranks: Ranks) -> None:
-    """Prints the size of the model and what its states will take."""
+def _size(zero: dict, key: str, default: float) -> float:
+    value = zero.get(key, default)
+    return default if value == "auto" else value
+
+
+def say_needs(model, ds: dict, config: RunConfig, ranks: Ranks) -> float:
+    """Prints the size of the model and what its states will take; returns the bytes a rank without activations."""
     total, trained = count_parameters(model)
     need = predict(total, trained, ds, config, ranks.world)
     need["device"] -= quantised_savings(model, 2 if config.precision == "bf16" else 4)
-    need = {place: size / 2**30 for place, size in need.items()}
+    shown = {place: size / 2**30 for place, size in need.items()}
+    needs = need["device"] + need["working"]
+    if ranks.device.type == "cpu":
+        # Without a card everything is resident memory of this process, which had its libraries before its model.
+        needs += need["host"] + _resident() - _held(model)
     say(
         f"parameters {total:,}, trained {trained:,}; ZeRO-{stage_of(ds)} on {ranks.world} ranks: states"
-        f" {need['device']:.2f} GB a rank on the device, {need['host']:.2f} GB in host memory"
+        f" {shown['device']:.2f} GB a rank on the device, {shown['host']:.2f} GB in host memory;"
+        f" predicted {needs / 2**30:.2f} GB a rank in all, without activations"
     )
+    return needs
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _held(model) -> int:
+    """Bytes of the weights that this rank holds now."""
+    tensors = [getattr(p, "ds_tensor", p) for p in model.parameters()]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def saved_bytes(forward) -> int:
+    """What autograd keeps of a forward pass for the backward one, beside the parameters."""
+    kept = {}
+
+    def pack(tensor):
+        source = tensor if tensor._base is None else tensor._base
+        if not isinstance(source, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive = forward()  # nothing is freed, and no address used twice, before the count
+    del alive
+    return sum(kept.values())

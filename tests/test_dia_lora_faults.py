@@ -32,7 +32,7 @@ def whole(demo, tmp_path_factory):
     return run
 
 
-def assert_same_run(run, whole) -> None:
+def assert_same_run(run, whole, artifact="adapter_model.safetensors") -> None:
     fields = ("step", "event", "epoch", "loss", "lr", "grad_norm", "tokens", "text_gap", "eos_loss")
     history = [
         [
@@ -43,7 +43,7 @@ def assert_same_run(run, whole) -> None:
         for folder in (run, whole)
     ]
     assert history[0] == history[1]
-    mine, expected = (load_file(folder / "export" / "adapter_model.safetensors") for folder in (run, whole))
+    mine, expected = (load_file(folder / "export" / artifact) for folder in (run, whole))
     assert set(mine) == set(expected)
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
 

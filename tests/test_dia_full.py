@@ -1,7 +1,6 @@
 """The full-weight Dia recipe with two real ranks, compared with plain PyTorch in one process."""
 
 import json
-import math
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ import pytest
 import soundfile
 import support
 import torch
+from dia_plain import train_plain
 from safetensors.torch import load_file
 from test_dia_lora_faults import assert_same_run
 from torch.nn import functional as F
@@ -20,7 +20,6 @@ from transformers import DiaForConditionalGeneration
 import dia_full
 from common import checkpoint
 from common.ds_config import resolve_ds
-from common.plan import Plan
 from common.tokens import TokenDataset
 from models import dia, dia_weights
 
@@ -114,37 +113,10 @@ def plain(demo, tmp_path_factory):
     config = replace(dia_full.Config(**SMALL, **assets), ds=str(file))
     model = DiaForConditionalGeneration.from_pretrained(demo / "dia").train()
     clips = dia.Clips(TokenDataset(config.data), dia.layout_of(model.config), config, {}, train=True)
-    plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    weights = dict(model.named_parameters())
-    decays = [p for name, p in weights.items() if re.search(r"_proj\.weight|logits_dense", name)]
-    others = [p for name, p in weights.items() if not re.search(r"_proj\.weight|logits_dense", name)]
+    decays = [p for name, p in model.named_parameters() if re.search(r"_proj\.weight|logits_dense", name)]
+    others = [p for name, p in model.named_parameters() if not re.search(r"_proj\.weight|logits_dense", name)]
     groups = [{"params": decays, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    averaged = {name: p.detach().clone() for name, p in weights.items()}
-    losses = []
-    for step in range(config.steps):
-        total, count = 0.0, 0
-        for number in range(4 * step, 4 * step + 4):  # 2 ranks x 2 accumulation steps
-            epoch, chosen = plan.micro_batch(number)
-            batch = clips.batch(chosen, epoch, step)
-            labels = batch.pop("labels").transpose(1, 2).flatten(0, 1)
-            batch.pop("ids"), batch.pop("positions")
-            logits = model(**batch, use_cache=False).logits
-            total = total + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            count += int((labels != -100).sum())
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
-        progress = (step - 2) / (config.steps - 3)
-        share = (step + 1) / 2 if step < 2 else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * share
-        optimizer.step()
-        optimizer.zero_grad()
-        decay = min(0.9, (1 + step) / (10 + step))
-        for name, p in weights.items():
-            averaged[name].mul_(decay).add_(p.detach(), alpha=1 - decay)
-        losses.append(float(total.detach()) / count)
-    return {name: p.detach().clone() for name, p in weights.items()}, averaged, losses
+    return train_plain(model, clips, config, groups)
 
 
 def difference(found: dict, expected: dict) -> float:

@@ -1,7 +1,6 @@
 """The Dia LoRA recipe with two real ranks, compared with plain PyTorch in one process."""
 
 import json
-import math
 import shutil
 from dataclasses import replace
 
@@ -9,12 +8,12 @@ import numpy as np
 import pytest
 import support
 import torch
+from dia_plain import train_plain
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import dia_lora
 from common.ds_config import resolve_ds
-from common.plan import Plan
 from common.tokens import TokenDataset
 from models import dia
 
@@ -123,37 +122,13 @@ def plain(demo, tmp_path_factory):
     """The same training in one process with torch's own AdamW, clipping and cross-entropy: weights and averages."""
     config = config_for(demo, stage_file(tmp_path_factory.mktemp("plain"), 0))
     model = dia_lora.build_model(config, resolve_ds(config.ds, config, 1), {})
-    model.train()
     clips = dia.Clips(TokenDataset(config.data), dia.layout_of(model.get_base_model().config), config, {}, train=True)
-    plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(weights.values(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    averaged = {name: p.detach().clone() for name, p in weights.items()}
-    losses = []
-    for step in range(config.steps):
-        total, count = 0.0, 0
-        for number in range(4 * step, 4 * step + 4):  # 2 ranks x 2 accumulation steps
-            epoch, chosen = plan.micro_batch(number)
-            batch = clips.batch(chosen, epoch, step)
-            labels = batch.pop("labels").transpose(1, 2).flatten(0, 1)
-            batch.pop("ids")
-            logits = model(**batch, use_cache=False).logits
-            total = total + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            count += int((labels != -100).sum())
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
-        peak = config.lr
-        progress = (step - 2) / (config.steps - 3)
-        rate = peak * (step + 1) / 2 if step < 2 else peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        decay = min(0.9, (1 + step) / (10 + step))
-        for name, p in weights.items():
-            averaged[name].mul_(decay).add_(p.detach(), alpha=1 - decay)
-        losses.append(float(total) / count)
-    clean = {name.replace(".default", ""): value for name, value in averaged.items()}
-    return {name.replace(".default", ""): p.detach().clone() for name, p in weights.items()}, clean, losses
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights, averaged, losses = train_plain(model, clips, config, [{"params": trained, "weight_decay": 0.0}])
+    weights, averaged = (
+        {name.replace(".default", ""): value for name, value in values.items()} for values in (weights, averaged)
+    )
+    return weights, averaged, losses
 
 
 def assert_same(found: dict, expected: dict, tolerance: float) -> None:

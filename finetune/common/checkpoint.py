@@ -69,8 +69,13 @@ def read_index(folder: Path) -> list[dict]:
         raise UserError(f"{path} is damaged; move it away to start over, or name a checkpoint with --resume.") from None
 
 
-def save(folder: Path, engine, state: dict, average, ranks: Ranks, keep: int, score: float | None) -> Path:
-    """Writes step `state["step"]`; `score` (smaller is better) protects the best one from retention."""
+def save(
+    folder: Path, engine, state: dict, average, ranks: Ranks, keep: int, score: float | None, mine: dict | None = None
+) -> Path:
+    """Writes step `state["step"]`; `score` (smaller is better) protects the best one from retention.
+
+    `engine`: one, or a dict of several by name. `mine`: tensors that only this rank holds.
+    """
     name = f"step-{state['step']:08d}"
     draft, final = folder / f".{name}.tmp", folder / name
     if ranks.first:
@@ -78,7 +83,10 @@ def save(folder: Path, engine, state: dict, average, ranks: Ranks, keep: int, sc
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
     _barrier(ranks)
-    engine.save_checkpoint(str(draft), tag=TAG, client_state={}, save_latest=False, exclude_frozen_parameters=True)
+    for tag, part in _by_tag(engine).items():
+        part.save_checkpoint(str(draft), tag=tag, client_state={}, save_latest=False, exclude_frozen_parameters=True)
+    if mine is not None:
+        torch.save(mine, draft / f"rank-{ranks.rank:05d}.pt")
     if average.decay:
         torch.save(average.shadow, draft / f"average-{ranks.rank:05d}.pt")
     _barrier(ranks)
@@ -99,6 +107,10 @@ def save(folder: Path, engine, state: dict, average, ranks: Ranks, keep: int, sc
         _retain(folder, entries, keep)
     _barrier(ranks)
     return final
+
+
+def _by_tag(engine) -> dict:
+    return engine if isinstance(engine, dict) else {TAG: engine}
 
 
 def _retain(folder: Path, entries: list[dict], keep: int) -> None:
@@ -144,13 +156,17 @@ def load(path: Path, engine, average, ranks: Ranks, identity: dict) -> dict:
     allow_list()
     if changed:
         _refuse_other_steps(path, then, identity)
+        if isinstance(engine, dict):  # the buffers of its networks would have to be cut and joined too
+            words = "; ".join(changed.values())
+            raise UserError(f"checkpoint {path} has another shape ({words}), in which this recipe cannot go on.")
         say(f"the run changes its shape ({'; '.join(changed.values())})")
         _load_reshaped(path, engine, average, ranks)
         engine.global_steps = state["step"]
         return state
-    loaded, _ = engine.load_checkpoint(str(path), tag=TAG, load_module_strict=False, load_lr_scheduler_states=False)
-    if loaded is None:
-        raise UserError(f"DeepSpeed found no state in checkpoint {path}.")
+    for tag, part in _by_tag(engine).items():
+        loaded, _ = part.load_checkpoint(str(path), tag=tag, load_module_strict=False, load_lr_scheduler_states=False)
+        if loaded is None:
+            raise UserError(f"DeepSpeed found no state in checkpoint {path}.")
     if average.decay:
         shadow = torch.load(path / f"average-{ranks.rank:05d}.pt", map_location="cpu", weights_only=True)
         for mine, saved in zip(average.shadow, shadow, strict=True):
@@ -192,6 +208,11 @@ def masters(path: Path) -> dict[str, torch.Tensor]:
     allow_list()
     weights = get_fp32_state_dict_from_zero_checkpoint(str(path), TAG, exclude_frozen_parameters=True)
     return {name.removeprefix("model."): value.clone() for name, value in weights.items()}
+
+
+def load_mine(path: Path, ranks: Ranks) -> dict:
+    """What `save` was given as this rank's own."""
+    return torch.load(path / f"rank-{ranks.rank:05d}.pt", map_location="cpu", weights_only=True)
 
 
 def _damage(path: Path) -> str | None:

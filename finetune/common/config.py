@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Literal, get_args, get_origin
+from typing import ClassVar, Literal, get_args, get_origin
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # stopped early by a signal, everything saved: start the same command again to go on
@@ -16,9 +16,20 @@ class UserError(Exception):
     """The user's mistake: shown as one sentence that names the flag, file or sample, without a traceback."""
 
 
-def flag(default, meaning: str, *, group: str = "recipe", low: float | None = None, high: float | None = None):
-    """A config field whose meaning becomes its --help text; `low` and `high` are the values it may take."""
-    metadata = {"help": meaning, "group": group, "low": low, "high": high}
+def flag(
+    default,
+    meaning: str,
+    *,
+    group: str = "recipe",
+    low: float | None = None,
+    high: float | None = None,
+    free: bool = False,
+):
+    """A config field whose meaning becomes its --help text; `low` and `high` are the values it may take.
+
+    `free`: it may change between a run and its continuation, because no number of the training depends on it.
+    """
+    metadata = {"help": meaning, "group": group, "low": low, "high": high, "free": free}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -27,6 +38,9 @@ def flag(default, meaning: str, *, group: str = "recipe", low: float | None = No
 @dataclass
 class RunConfig:
     """The flags every recipe has; they mean the same everywhere."""
+
+    without: ClassVar[tuple[str, ...]] = ()  # fields of this class that a recipe has no use for
+    model_with_data: ClassVar[bool] = True  # false: a recipe can also train from scratch
 
     ds: str = flag("ds_configs/zero2.json", "DeepSpeed JSON (also --deepspeed_config)", group="run")
     model: str = flag("", "hub id or local folder; empty = the tiny demo model", group="run")
@@ -70,6 +84,11 @@ class RunConfig:
     samples: int = flag(4, "texts of the evaluation data to speak at each sampling; 0 = none", group="output", low=0)
     export: bool = flag(True, "write the trained artifact at the end", group="output")
 
+    @property
+    def engine_precision(self) -> str:
+        """What DeepSpeed holds the weights in."""
+        return self.precision
+
 
 def _add_flag(parser, item):
     names = ["--" + item.name.replace("_", "-")]
@@ -96,6 +115,8 @@ def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     groups = {}
     for item in dataclasses.fields(config_class):
+        if item.name in config_class.without:
+            continue
         title = item.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -117,7 +138,7 @@ def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict
 
 def check(config: RunConfig) -> None:
     """Refuses what cannot train, before anything heavy is loaded."""
-    if bool(config.model) != bool(config.data):
+    if bool(config.model) != bool(config.data) and config.model_with_data:
         raise UserError("--model and --data go together: give both, or neither for the embedded demo.")
     check_peak_rate(config)
     for item in dataclasses.fields(config):

@@ -30,13 +30,13 @@ def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
             del ds[section]
         if not isinstance(ds.get(section, {}), dict):
             raise UserError(f"{path} sets {section} to {json.dumps(ds[section])}; it must be an object.")
-    # Micro-batches are cut by --micro-tokens, so DeepSpeed's count of samples is nominal: one a micro-batch.
+    # Micro-batches are cut by the script, so DeepSpeed's count of samples is nominal: one a micro-batch.
     owned = {
-        "train_micro_batch_size_per_gpu": (1, "--micro-tokens (which cuts micro-batches by length)"),
+        "train_micro_batch_size_per_gpu": (1, "--micro-tokens or --micro-batch (which cut the micro-batches)"),
         "gradient_accumulation_steps": (config.accumulation, f"--accumulation {config.accumulation}"),
         "train_batch_size": (config.accumulation * world_size, f"--accumulation x {world_size} ranks"),
         "gradient_clipping": (config.clip, f"--clip {config.clip:g}"),
-        "bf16.enabled": (config.precision == "bf16", f"--precision {config.precision}"),
+        "bf16.enabled": (config.engine_precision == "bf16", f"--precision {config.precision}"),
         "fp16.enabled": (False, f"--precision {config.precision}"),
     }
     for dotted, (value, flags) in owned.items():
@@ -57,7 +57,7 @@ def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
     stage = ds.setdefault("zero_optimization", {}).setdefault("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UserError(f"{path} sets zero_optimization.stage to {json.dumps(stage)}; it must be 0, 1, 2 or 3.")
-    if stage == 0 and config.precision == "bf16":
+    if stage == 0 and config.engine_precision == "bf16":
         raise UserError(f"{path} sets ZeRO stage 0, which has no fp32 masters: use stage 1 to 3 or --precision fp32.")
     if offloads_optimizer(ds) and config.optimizer != "adamw":
         raise UserError(f"{path} offloads the optimizer, which --optimizer {config.optimizer} cannot do.")

@@ -34,11 +34,17 @@ class LossModule(nn.Module):
 
 
 def start_engine(
-    model: nn.Module, compute_loss, config: RunConfig, ds: dict, no_decay: tuple[str, ...], rate_scale=None
+    model: nn.Module,
+    compute_loss,
+    config: RunConfig,
+    ds: dict,
+    no_decay: tuple[str, ...],
+    rate_scale=None,
+    betas: tuple[float, float] = (0.9, 0.95),
 ):
     """The DeepSpeed engine over the model's trainable parameters; see `optim.parameter_groups`."""
     groups = parameter_groups(model, config.weight_decay, no_decay, rate_scale)
-    optimizer = build_optimizer(groups, config, offloads_optimizer(ds))
+    optimizer = build_optimizer(groups, config, offloads_optimizer(ds), betas)
     engine, *_ = deepspeed.initialize(model=LossModule(model, compute_loss), optimizer=optimizer, config=ds)
     return engine
 

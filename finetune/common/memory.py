@@ -34,7 +34,7 @@ def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -
     to its two buckets when it offloads (all measured by tests/bench/bench_dia_size.py).
     """
     zero, stage = ds["zero_optimization"], stage_of(ds)
-    width = 2 if config.precision == "bf16" else 4
+    width = 2 if config.engine_precision == "bf16" else 4
     moments = 2 if config.optimizer == "adamw8bit" else 8
     shared = trained / (world if stage >= 1 else 1)
     weights = width * total / (world if stage == 3 else 1)
@@ -63,7 +63,7 @@ def say_needs(model, ds: dict, config: RunConfig, ranks: Ranks) -> float:
     """Prints the size of the model and what its states will take; returns the bytes a rank without activations."""
     total, trained = count_parameters(model)
     need = predict(total, trained, ds, config, ranks.world)
-    need["device"] -= quantised_savings(model, 2 if config.precision == "bf16" else 4)
+    need["device"] -= quantised_savings(model, 2 if config.engine_precision == "bf16" else 4)
     shown = {place: size / 2**30 for place, size in need.items()}
     needs = need["device"] + need["working"]
     if ranks.device.type == "cpu":

@@ -30,9 +30,9 @@ def parameter_groups(model, weight_decay: float, no_decay: tuple[str, ...], rate
     ]
 
 
-def build_optimizer(groups: list[dict], config: RunConfig, offload: bool):
-    """AdamW (0.9, 0.95): torch's fused one, bitsandbytes' 8-bit one, or DeepSpeed's for optimizer offload."""
-    options = {"lr": config.lr, "betas": (0.9, 0.95), "eps": 1e-8}
+def build_optimizer(groups: list[dict], config: RunConfig, offload: bool, betas: tuple[float, float] = (0.9, 0.95)):
+    """AdamW: torch's fused one, bitsandbytes' 8-bit one, or DeepSpeed's for optimizer offload."""
+    options = {"lr": config.lr, "betas": betas, "eps": 1e-8}
     if offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

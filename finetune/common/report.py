@@ -27,6 +27,7 @@ def write_report(run: Path) -> Path:
     steps = [record for record in records if "event" not in record]
     evals = [record for record in records if record.get("event") == "eval"]
     skips = [record for record in records if record.get("event") == "skip"]
+    alarms = [record for record in records if record.get("event") == "alarm"]
     parts = [f"<h1>{html.escape(config['recipe'])}: {html.escape(run.name)}</h1>"]
     if skips:
         ids = sorted({name for record in skips for name in record["ids"]})
@@ -34,6 +35,8 @@ def write_report(run: Path) -> Path:
             f"<p class=warn>{len(skips)} steps were skipped because loss or gradient was not finite:"
             f" {html.escape(', '.join(ids[:20]))}</p>"
         )
+    for alarm in alarms:
+        parts.append(f"<p class=warn>step {alarm['step']}: {html.escape(alarm['message'])}</p>")
     if steps:
         parts += ["<h2>Training</h2>", _curves(steps, evals)]
     if evals:

@@ -48,7 +48,8 @@ def demo_assets(ranks: Ranks, model: str = "dia") -> Path:
 
 def identity(config: RunConfig, stage: int, ranks: Ranks, fingerprint: dict) -> dict:
     """Everything a checkpoint depends on: a run goes on only from a checkpoint with the same."""
-    fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE_TO_CHANGE}
+    free = FREE_TO_CHANGE | {item.name for item in dataclasses.fields(config) if item.metadata["free"]}
+    fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
     return fields | {"zero_stage": stage, "ranks": ranks.world, "fingerprint": fingerprint}
 
 
@@ -75,7 +76,11 @@ def _git_commit() -> str:
 
 
 class Run:
-    """A run folder with its record and its checkpoints; goes on from the newest one when --resume says so."""
+    """A run folder with its record and its checkpoints; goes on from the newest one when --resume says so.
+
+    `engine`: one, or a dict of several by name, which are saved and restored together. `found`: the checkpoint that
+    the run goes on from; `extra`: what `save` was given beside the engines.
+    """
 
     def __init__(
         self, recipe: str, config: RunConfig, ds: dict, ranks: Ranks, engine, average, fingerprint: dict, steps: int
@@ -83,11 +88,11 @@ class Run:
         self.config, self.ranks, self.engine, self.average = config, ranks, engine, average
         self.folder = run_folder(config, recipe, ranks)
         self.identity = identity(config, stage_of(ds), ranks, fingerprint)
-        self.start, self.skips = 0, 0
-        found = checkpoint.choose(config.resume, self.checkpoints, ranks)
+        self.start, self.skips, self.extra = 0, 0, {}
+        self.found = found = checkpoint.choose(config.resume, self.checkpoints, ranks)
         if found:
             state = checkpoint.load(found, engine, average, ranks, self.identity)
-            self.start = state["step"]
+            self.start, self.extra = state["step"], state.get("extra", {})
         warmup = warmup_steps(config.warmup, steps)
         if warmup > 0.3 * steps:
             say(f"warning: the warm-up takes {warmup} of {steps} steps")
@@ -103,12 +108,15 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def log(self, step: int, meter: Meter, totals: Totals, positions: int, **more) -> None:
-        """The record of one applied step, numbered from 1; `positions`: those that hold a clip."""
+    def log(self, step: int, meter: Meter, totals: Totals, positions: int, parts=None, **more) -> None:
+        """The record of one applied step, numbered from 1; `positions`: those that hold a clip.
+
+        The loss is the mean over codebooks, or with `parts`, the names of what adds up to it, the sum of their means.
+        """
         self.skips = 0
         seconds = time.monotonic() - meter.began
         record = {
-            "loss": totals.losses.sum() / totals.counts.sum(),
+            "loss": (totals.losses / totals.counts).sum() if parts else totals.losses.sum() / totals.counts.sum(),
             **more,
             "tokens": positions,
             "padding": 1 - positions / totals.padded,
@@ -117,7 +125,9 @@ class Run:
             "step_s": seconds,
             **memory_gb(self.ranks),
         }
-        record |= {f"loss_channel_{i}": loss for i, loss in enumerate(totals.losses / totals.counts)}
+        names = parts or [f"channel_{i}" for i in range(len(totals.losses))]
+        means = totals.losses / totals.counts
+        record |= {f"loss_{name}": float(loss) for name, loss in zip(names, means, strict=True)}
         self.tracker.step(step, record)
 
     def skip(self, step: int, meter: Meter, all_ids: list[str]) -> None:
@@ -132,9 +142,11 @@ class Run:
                 f" the checkpoints in {self.checkpoints} are from before."
             )
 
-    def save(self, step: int, score: float | None) -> None:
-        state = {"step": step, "identity": self.identity}
-        path = checkpoint.save(self.checkpoints, self.engine, state, self.average, self.ranks, self.config.keep, score)
+    def save(self, step: int, score: float | None, extra: dict | None = None, mine: dict | None = None) -> None:
+        state = {"step": step, "identity": self.identity, "extra": extra or {}}
+        path = checkpoint.save(
+            self.checkpoints, self.engine, state, self.average, self.ranks, self.config.keep, score, mine
+        )
         self.tracker.event("checkpoint", step, path=str(path))
 
     def stop(self, step: int) -> None:

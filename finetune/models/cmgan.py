@@ -391,7 +391,7 @@ class LearnableSigmoid(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Compressed magnitudes (B, 1, F, T), clean first -> (B,) the quality of the other, PESQ from 1 to 4.5 as 0 to 1."""
+    """Compressed magnitudes (B, 1, F, T), clean first -> (B,) the quality of the other: PESQ 1 to 4.5 as 0 to 1."""
 
     def __init__(self, channels: int = 16):
         super().__init__()

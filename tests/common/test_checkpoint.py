@@ -316,3 +316,26 @@ def test_the_payload_would_run_if_it_were_let(tmp_path):
 )
 def test_another_run_is_refused_with_the_field_and_both_values(saved, ranks, trained, change, words):
     load_refused(saved, ranks, trained, words, IDENTITY | change)
+
+
+# ---- several engines -------------------------------------------------------------------------------------------
+
+
+def test_two_engines_and_what_a_rank_holds_are_saved_and_go_on_together(ranks, tmp_path):
+    (first, average), (second, other) = build(0), build(3)
+    for engine, its_average in ((first, average), (second, other)):
+        train(engine, its_average, range(2))
+    state, mine = {"step": 2, "identity": IDENTITY}, {"past": torch.arange(3.0)}
+    path = checkpoint.save(tmp_path, {"g": first, "d": second}, state, average, ranks, 2, None, mine)
+    assert {"g", "d"} <= {entry.name for entry in path.iterdir()}
+    for engine, its_average in ((first, average), (second, other)):
+        train(engine, its_average, range(2, 4))
+    expected = weights(first, average) + [p.clone() for p in second.module.parameters()]
+
+    (again, average), (partner, other) = build(0), build(3)
+    checkpoint.load(path, {"g": again, "d": partner}, average, ranks, IDENTITY)
+    assert torch.equal(checkpoint.load_mine(path, ranks)["past"], mine["past"])
+    for engine, its_average in ((again, average), (partner, other)):
+        train(engine, its_average, range(2, 4))
+    found = weights(again, average) + [p.clone() for p in partner.module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

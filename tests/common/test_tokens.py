@@ -6,8 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from common.arrow import flat_views
 from common.config import UserError
-from common.tokens import TokenDataset, _flat_views
+from common.tokens import TokenDataset
 
 
 def rewrite(folder, **changes):
@@ -58,7 +59,7 @@ def test_sliced_and_chunked_columns_keep_their_clips(random_clips):
     column = pa.chunked_array([whole.slice(1, 2), whole.slice(4, 2)])
     chosen = [clips[i] for i in (1, 2, 4, 5)]
     frames = np.array([len(c) for c in chosen])
-    values, chunk_of, starts = _flat_views(column, 2, frames, None)
+    values, chunk_of, starts = flat_views(column, 2 * frames, None, "codes")
     for i, codes in enumerate(chosen):
         flat = values[chunk_of[i]][starts[i] : starts[i] + 2 * frames[i]]
         assert np.array_equal(flat.reshape(-1, 2), codes)

@@ -1,0 +1,81 @@
+"""Noisy/clean pairs as data/pairs.py writes them, and the crops that a training sees of them."""
+
+import numpy as np
+
+from common import keyed
+from common.arrow import ArrowDataset, flat_views
+from common.config import UserError
+
+DRAWS = 8  # of a crop's place, until it holds speech
+SPEECH_SECONDS = 0.3  # that a crop should hold
+SPEECH_FLOOR_DB = -40.0  # below the clip's loudest frame, a frame is silence
+FRAME_SECONDS = 0.01
+
+
+class PairDataset(ArrowDataset):
+    """Pairs of equal length. `samples[i]` is the length; `noisy(i)`, `clean(i)` are int16 views, nothing is copied."""
+
+    kind, maker = "dataset of noisy/clean pairs", "data/pairs.py"
+    facts = ("sample_rate",)
+    columns = ("id", "noisy", "clean", "samples")
+    flat = ("noisy", "clean")
+
+    def __init__(self, folder: str, sample_rate: int):
+        super().__init__(folder)
+        if self.info["sample_rate"] != sample_rate:
+            raise UserError(
+                f"{folder}: dataset.json says sample_rate = {self.info['sample_rate']} but the model needs"
+                f" {sample_rate}; run data/pairs.py with --sample-rate {sample_rate}."
+            )
+        self.rate = sample_rate
+        self.samples = self._columns["samples"].to_numpy()
+        self._sides = {
+            side: flat_views(self.table.column(side), self.samples, self, f"{side} samples") for side in self.flat
+        }
+
+    def _view(self, side: str, i: int) -> np.ndarray:
+        values, chunk, start = self._sides[side]
+        return values[chunk[i]][start[i] : start[i] + self.samples[i]]
+
+    def noisy(self, i: int) -> np.ndarray:
+        return self._view("noisy", i)
+
+    def clean(self, i: int) -> np.ndarray:
+        return self._view("clean", i)
+
+    def verify(self) -> None:
+        """Reads everything once: checksums, duplicate ids, empty clips."""
+        self.verify_files()
+        if (self.samples <= 0).any():
+            raise UserError(f"{self.folder}: clip {self.id(int(np.argmin(self.samples)))!r} is empty.")
+
+    def rows_starting(self, prefixes: list[str]) -> np.ndarray:
+        """Rows whose id starts with one of `prefixes`, as VoiceBank's ids start with the speaker."""
+        return np.array([i for i in range(len(self)) if self.id(i).startswith(tuple(prefixes))], dtype=np.int64)
+
+    def crop(self, i: int, length: int, *key) -> tuple[np.ndarray, np.ndarray, int]:
+        """Noisy and clean (length,) int16 at a place that the key decides, and how often it was drawn again.
+
+        A clip that is too short goes round, so that it is never padded with silence. A place with hardly any speech is
+        drawn again: PESQ has no value there, and a discriminator nothing to learn.
+        """
+        noisy, clean = self.noisy(i), self.clean(i)
+        if len(clean) <= length:
+            place = np.arange(length) % len(clean)
+            return noisy[place], clean[place], 0
+        active = speech_frames(clean, self.rate)
+        frame = int(FRAME_SECONDS * self.rate)
+        for draw in range(DRAWS):
+            start = int(keyed.uniform(*key, draw, "crop") * (len(clean) - length + 1))
+            inside = active[start // frame : (start + length) // frame]
+            if inside.sum() * FRAME_SECONDS >= min(SPEECH_SECONDS, active.sum() * FRAME_SECONDS):
+                break
+        return noisy[start : start + length], clean[start : start + length], draw
+
+
+def speech_frames(wave: np.ndarray, rate: int) -> np.ndarray:
+    """Which frames of 10 ms are louder than the loudest one less 40 dB."""
+    frame = int(FRAME_SECONDS * rate)
+    whole = wave[: len(wave) // frame * frame].astype(np.float32).reshape(-1, frame)
+    power = np.square(whole).mean(1)
+    return power > max(power.max(initial=0.0), 1e-9) * 10 ** (SPEECH_FLOOR_DB / 10)

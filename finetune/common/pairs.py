@@ -79,3 +79,30 @@ def speech_frames(wave: np.ndarray, rate: int) -> np.ndarray:
     whole = wave[: len(wave) // frame * frame].astype(np.float32).reshape(-1, frame)
     power = np.square(whole).mean(1)
     return power > max(power.max(initial=0.0), 1e-9) * 10 ** (SPEECH_FLOOR_DB / 10)
+
+
+class Crops:
+    """The rows of a dataset that are trained on, as batches of keyed crops of `seconds`."""
+
+    def __init__(self, pairs: PairDataset, rows: np.ndarray, seconds: float, seed: int):
+        self.pairs, self.rows, self.seed = pairs, rows, seed
+        self.length = int(seconds * pairs.rate)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def ids(self, chosen) -> list[str]:
+        return [self.pairs.id(self.rows[i]) for i in chosen]
+
+    def batch(self, chosen, epoch: int = 0) -> dict:
+        """Noisy and clean (B, length) float tensors in -1..1; a crop depends on seed, epoch and id alone."""
+        import torch
+
+        ids = self.ids(chosen)
+        crops = [
+            self.pairs.crop(self.rows[i], self.length, self.seed, epoch, name)
+            for i, name in zip(chosen, ids, strict=True)
+        ]
+        noisy, clean = (torch.from_numpy(np.stack([c[s] for c in crops]).astype(np.float32) / 32768) for s in (0, 1))
+        redraws = sum(crop[2] for crop in crops)
+        return {"noisy": noisy, "clean": clean, "ids": ids, "positions": noisy.numel(), "redraws": redraws}

@@ -1,0 +1,338 @@
+"""Train or fine-tune CMGAN, a speech enhancer with a discriminator that learns to predict PESQ.
+
+    deepspeed finetune/cmgan.py --ds ds_configs/zero2.json --data pairs/train --hold-out p286 p287 --out runs/cmgan
+    deepspeed finetune/cmgan.py --ds ds_configs/zero2.json --model best_ckpt/ckpt --data pairs/train --hold-out p286 \\
+        --lr 1e-4 --schedule cosine --warmup 500 --epochs 10 --out runs/tuned
+
+pairs/train is a dataset of data/pairs.py. The first command starts from nothing; --model takes the published
+generator, an export or a checkpoint of a run. Then:
+
+    python finetune/cmgan.py --enhance noisy_wavs --model runs/tuned/export --out enhanced
+    python finetune/cmgan.py --diagnose runs/tuned --eval-data pairs/valid
+
+On a laptop, in a minute, with the embedded demo:
+
+    deepspeed finetune/cmgan.py --ds ds_configs/zero2.json --steps 20 --eval-every 0
+"""
+
+import copy
+import dataclasses
+import functools
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from common.config import RunConfig, UserError, flag, parse_args
+from common.ds_config import resolve_ds, stage_of
+from common.runtime import bar_codecs, catch_signals
+from common.scorer import Scorer
+
+# ---- arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config(RunConfig):
+    without: ClassVar[tuple[str, ...]] = ("micro_tokens",)
+    model_with_data: ClassVar[bool] = False
+
+    model: str = flag("", "generator to go on from: published file, export or checkpoint; empty = none", group="run")
+    data: str = flag("", "dataset of data/pairs.py, 16 kHz; empty = the demo's", group="run")
+    eval_data: str = flag("", "pairs to choose the best by; empty = those of --hold-out", group="run")
+    test_data: str = flag("", "pairs to measure the best model on, once, at the end", group="run", free=True)
+    diagnose: str = flag("", "check this run, checkpoint or export instead of training", group="run", free=True)
+    enhance: str = flag("", "folder of .wav and .flac to enhance into --out with --model", group="run", free=True)
+
+    epochs: float = flag(120.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
+    lr: float = flag(5e-4, "the generator's learning rate", group="schedule")
+    disc_lr_ratio: float = flag(2.0, "the discriminator's learning rate over --lr", group="schedule", low=0.01)
+    schedule: Literal["step", "cosine"] = flag("step", "after the warm-up", group="schedule")
+    decay_epochs: float = flag(30.0, "step: epochs between drops", group="schedule", low=1e-3)
+    decay: float = flag(0.5, "step: factor of a drop", group="schedule", low=1e-3, high=1)
+    warmup: float = flag(0.0, "warm-up, as a share of the steps (below 1) or in steps", group="schedule", low=0)
+    micro_batch: int = flag(4, "crops a rank and micro-batch", group="schedule", low=1)
+    clip: float = flag(5.0, "largest gradient norm, of each network", group="optimizer", low=1e-6)
+    ema: float = flag(0.999, "decay of the generator's average; 0 = off", group="optimizer", low=0, high=0.99999)
+    precision: Literal["bf16", "fp32"] = flag("fp32", "of the conformers; all else is fp32", group="optimizer")
+    gradient_checkpointing: bool = flag(True, "recompute the conformers: a third of the memory", group="optimizer")
+    samples: int = flag(4, "files of the evaluation data to write at each sampling; 0 = none", group="output", low=0)
+    eval_files: int = flag(0, "evaluate on this many files, evenly spread; 0 = all", group="output", low=0, free=True)
+
+    channels: int = flag(64, "width of the generator, from scratch; 64 as published", low=4)
+    disc_channels: int = flag(16, "width of the discriminator, from scratch; 16 as published", low=1)
+    seconds: float = flag(2.0, "length of a crop", low=0.5)
+    hold_out: list[str] = flag([], "ids that start so are not trained on; without --eval-data they choose the best")
+    w_ri: float = flag(0.1, "weight of the spectrum's real and imaginary part", low=0)
+    w_mag: float = flag(0.9, "weight of its magnitude", low=0)
+    w_time: float = flag(0.2, "weight of the wave", low=0)
+    w_gan: float = flag(0.05, "weight of the discriminator's opinion", low=0)
+    noisy_term: bool = flag(False, "the discriminator also learns the noisy input's PESQ (MetricGAN+)")
+    replay: int = flag(0, "steps whose estimates the discriminator sees again (MetricGAN+); 0 = none", low=0)
+    gate: Literal["auto", "on", "off"] = flag("auto", "hold back a GAN term that does not know PESQ; auto = with --model")
+    gate_open: float = flag(0.8, "correlation with PESQ that lets the GAN term in", low=0, high=1)
+    gate_close: float = flag(0.6, "correlation that sends it out again", low=0, high=1)
+    gan_ramp: int = flag(500, "steps in which it comes in or goes out", low=1)
+    probe: int = flag(64, "held-out sounds that the discriminator is judged by", low=8)
+    probe_every: int = flag(100, "steps between such judgements while there is a gate", low=1)
+    max_pesq_invalid: float = flag(0.2, "stop when more labels than this share are missing", low=0, high=1, free=True)
+    pesq_workers: int = flag(0, "PESQ processes a rank; 0 = its share of the cores", low=0, free=True)
+    window_seconds: float = flag(16.0, "longer recordings are enhanced in windows of this length", low=2)
+
+    @property
+    def engine_precision(self) -> str:
+        return "fp32"  # DeepSpeed's bf16 would also cast what has to stay fp32: STFT, losses, the discriminator
+
+    @property
+    def weights(self) -> list[float]:
+        return [self.w_ri, self.w_mag, self.w_time, self.w_gan]
+
+
+# A narrow model that learns the synthetic noise in a minute.
+DEMO = {
+    "channels": 8,
+    "disc_channels": 4,
+    "seconds": 1.0,
+    "micro_batch": 2,
+    "steps": 160,
+    "lr": 2e-3,
+    "ema": 0.95,
+    "hold_out": ["dov"],
+    "eval_every": 40,
+    "save_every": 80,
+    "probe": 24,
+    "gradient_checkpointing": False,
+}
+
+if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and the scorers stay small
+    catch_signals()
+    bar_codecs()
+    CONFIG = parse_args(Config, __doc__, demo=DEMO)
+    SCORER = Scorer(CONFIG.pesq_workers)
+
+import deepspeed
+import numpy as np
+import torch
+
+from common import checkpoint, engine, memory, runs, samples
+from common.feed import mover, prefetch
+from common.keyed import key64
+from common.optim import learning_rate, warmup_steps
+from common.pairs import Crops, PairDataset
+from common.plan import Plan
+from common.report import write_report
+from common.runtime import Ranks, all_sum, memory_gb, on_first, run_main, say, start_ranks, stop_requested
+from common.track import Meter
+from models import cmgan_enhance, cmgan_files, cmgan_watch
+from models import cmgan_signal as signal
+from models.cmgan import Discriminator, TSCNet, settle_statistics
+from models.cmgan_labels import Labelled, Labels, discriminator_loss, valid_counts
+
+# ---- model -----------------------------------------------------------------------------------------------------
+
+
+def build_model(config: Config, ds: dict) -> tuple[TSCNet, Discriminator, bool]:
+    """Generator, discriminator, and whether the discriminator still has to earn its weight."""
+    if stage_of(ds) == 3:
+        raise UserError(f"--ds {config.ds} is ZeRO-3: CMGAN's 2 million weights need no sharding, use zero2.json.")
+    torch.manual_seed(key64(config.seed, "weights") % 2**63)
+    if config.channels % 4:
+        raise UserError(f"--channels {config.channels} is not a multiple of 4, the number of attention heads.")
+    generator, discriminator = TSCNet(config.channels), None
+    if config.model:
+        generator, discriminator = cmgan_files.load_networks(config.model)
+    unproven = config.gate == "on" or (config.gate == "auto" and bool(config.model))
+    generator.set_compute(config.gradient_checkpointing, config.precision == "bf16")
+    return generator, discriminator or Discriminator(config.disc_channels), unproven
+
+
+def start_engines(generator, discriminator, config: Config, ds: dict) -> dict:
+    """Two engines, each with its own optimizer, clipping and count of steps."""
+    options = {"no_decay": ("rel_pos_emb", "norm"), "betas": (0.9, 0.999)}
+    frozen = functools.partial(compute_loss, discriminator=discriminator)
+    return {
+        "g": engine.start_engine(generator, frozen, config, copy.deepcopy(ds), **options),
+        "d": engine.start_engine(discriminator, discriminator_step_loss, config, copy.deepcopy(ds), **options),
+    }
+
+
+# ---- data ------------------------------------------------------------------------------------------------------
+
+
+def build_data(config: Config, ranks: Ranks) -> tuple[Crops, PairDataset | None, np.ndarray]:
+    """The crops to train on, and the pairs and rows to evaluate on: held-out ids, or a dataset of their own."""
+    pairs = open_pairs(config.data, config, ranks)
+    held = pairs.rows_starting(config.hold_out) if config.hold_out else np.array([], dtype=np.int64)
+    if config.hold_out and not len(held):
+        raise UserError(f"--hold-out {' '.join(config.hold_out)}: no id in {config.data} starts so.")
+    kept = np.setdiff1d(np.arange(len(pairs)), held)
+    if config.eval_data:
+        chosen = open_pairs(config.eval_data, config, ranks)
+        held = np.arange(len(chosen))
+        trained = {pairs.id(i) for i in kept}
+        twice = [chosen.id(i) for i in held if chosen.id(i) in trained]
+        if twice:
+            raise UserError(f"--eval-data {config.eval_data} holds {len(twice)} ids of --data, such as {twice[0]}.")
+        both = {speaker(pairs.id(i)) for i in kept} & {speaker(chosen.id(i)) for i in held}
+        if both:
+            say(f"warning: {len(both)} speakers are in --data and in --eval-data, such as {min(both)}")
+    else:
+        chosen = pairs if len(held) else None
+    return Crops(pairs, kept, config.seconds, config.seed), chosen, spread(held, config.eval_files)
+
+
+def open_pairs(path: str, config: Config, ranks: Ranks) -> PairDataset:
+    pairs = PairDataset(path, signal.RATE)
+    if config.verify_data:
+        on_first(pairs.verify, ranks)
+    return pairs
+
+
+def speaker(name: str) -> str:
+    return name.rsplit("/", 1)[-1].split("_")[0]
+
+
+def spread(rows: np.ndarray, count: int) -> np.ndarray:
+    return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)] if 0 < count < len(rows) else rows
+
+
+# ---- batch to loss ---------------------------------------------------------------------------------------------
+
+
+def compute_loss(model, batch, discriminator):
+    """The generator's weighted loss sum over the batch, its terms' sums and counts, and what it made, detached."""
+    pair = signal.normalise(batch["noisy"], batch["clean"])
+    estimate = signal.estimate(model(signal.spectrum(pair.noisy)), pair)
+    terms = signal.generator_terms(estimate, discriminator) * batch["weights"][:, None]
+    counts = torch.full((len(terms),), float(terms.shape[1]), device=terms.device)
+    return terms.sum(), torch.stack([terms.detach().sum(1), counts]), estimate.detach()
+
+
+def discriminator_step_loss(model, batch: tuple[Labelled, float, list[float]]):
+    return discriminator_loss(model, *batch)
+
+
+@contextmanager
+def frozen(model):
+    """Inside, a backward through the model leaves nothing in its own gradients."""
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.requires_grad_(True)
+
+
+def train_step(engines: dict, feed, labels: Labels, sounds: int, weights, step: int, rate: float, config: Config, ranks):
+    """One optimizer step of both networks; returns the meter, what was applied, and what to log.
+
+    Every rank takes the same path whatever its data: missing labels are zeros in a mask, never a branch.
+    """
+    g, d = engines["g"], engines["d"]
+    meter, waiting = Meter(), []
+    with frozen(d.module.model):
+        for turn in range(config.accumulation):
+            batch = meter.next(feed)
+            batch["weights"] = weights
+            slot = turn * ranks.world + ranks.rank
+            # Dropout depends on the micro-batch alone, not on the rank that gets it or on what ran before.
+            torch.manual_seed(key64(config.seed, step, slot, "dropout") % 2**63)
+            loss_sum, stats, estimate = g(batch)
+            waiting.append(labels.submit(slot, estimate, batch["ids"]))
+            engine.backward(g, loss_sum, sounds, ranks.world)
+            meter.add(batch, loss_sum, stats)
+            meter.redraws += batch["redraws"]
+            if turn + 1 < config.accumulation:
+                g.step()  # only counts the micro-batch
+        engine.set_learning_rate(g, rate)
+        applied, norm = engine.take_step(g)
+    settle_statistics(g.module.model, ranks, applied)
+
+    asked = time.monotonic()
+    labelled = [labels.collect(step, part) for part in waiting]
+    meter.pesq_wait = time.monotonic() - asked
+    mine = [*valid_counts(labelled), sum(len(part.missing) for part in labelled), meter.redraws]
+    *counts, missing, redraws = all_sum(mine, ranks).tolist()
+    loss_d = 0.0
+    for turn, part in enumerate(labelled):
+        torch.manual_seed(key64(config.seed, step, turn * ranks.world + ranks.rank, "dropout of d") % 2**63)
+        loss = d((part, float(sounds), counts))
+        engine.backward(d, loss, 1.0, ranks.world)
+        loss_d += loss.item()
+        if turn + 1 < config.accumulation:
+            d.step()
+    engine.set_learning_rate(d, rate * config.disc_lr_ratio)
+    applied_d, norm_d = engine.take_step(d)
+    d.module.model.iterate()
+    values = {"grad_norm": norm, "grad_norm_d": norm_d, "loss_d": float(all_sum([loss_d], ranks)[0])}
+    values |= {"pesq_missing": int(missing), "pesq_wait_s": meter.pesq_wait, "redraws": int(redraws)}
+    return meter, applied and applied_d, values, [name for part in labelled for name in part.missing]
+
+
+def rate_at(step: int, steps: int, steps_an_epoch: float, config: Config) -> float:
+    """The generator's learning rate: a linear warm-up, then drops by epochs, or a cosine."""
+    warm = warmup_steps(config.warmup, steps)
+    if config.schedule == "cosine" or step < warm:
+        return learning_rate(step, steps, config)
+    return config.lr * config.decay ** int(step / steps_an_epoch / config.decay_epochs)
+
+
+# ---- evaluation, samples, export -------------------------------------------------------------------------------
+
+
+class Evaluation:
+    """Whole held-out files, each once, in a fixed order; what they and the probe say about both networks."""
+
+    def __init__(self, pairs: PairDataset, rows: np.ndarray, config: Config, scorer: Scorer, ranks: Ranks):
+        self.pairs, self.rows, self.config, self.scorer, self.ranks = pairs, rows, config, scorer, ranks
+        self.window = int(config.window_seconds * signal.RATE)
+        length = int(config.seconds * signal.RATE)
+        self.probe = cmgan_watch.Probe(pairs, rows, config.probe, length, config.seed, scorer, ranks)
+        self.noisy = cmgan_enhance.measure_noisy(pairs, rows, scorer, ranks)
+        say(f"evaluation on {len(rows)} files; the noisy input has PESQ {self.noisy['pesq']:.3f}, STOI"
+            f" {self.noisy['stoi']:.3f}, SI-SDR {self.noisy['si_sdr']:.2f} dB")  # fmt: skip
+
+    def files(self, generator, discriminator) -> list[dict]:
+        weights = self.config.weights
+        options = (weights, self.window, self.scorer, self.ranks)
+        return cmgan_enhance.measure_files(generator, discriminator, self.pairs, self.rows, *options)
+
+    def shares(self, generator, discriminator) -> dict[str, float]:
+        few = [side[:2].to(self.ranks.device) for side in (self.probe.noisy, self.probe.clean)]
+        return cmgan_watch.term_shares(generator, discriminator, *few, self.config.weights)
+
+
+def evaluate(nets: tuple, evaluation: Evaluation | None, run: runs.Run, step: int, extra: dict) -> float | None:
+    """Metrics with the averaged weights, if there are any; returns the score (smaller is better): PESQ, never the loss."""
+    if not evaluation:
+        return None
+    cmgan_watch.require_equal(run.ranks, *nets)
+    values = {}
+    if run.average.decay:
+        values["pesq_raw"] = cmgan_enhance.means(evaluation.files(*nets))["pesq"]
+    with run.average.in_place():
+        rows = evaluation.files(*nets)
+        values = cmgan_enhance.means(rows) | values | evaluation.shares(*nets)
+    values |= evaluation.probe.judge(nets[1]) | {"gan_level": extra["gate"]["level"]}
+    values |= {"gain_error": abs(values["gain"] - 1), "noisy_pesq": evaluation.noisy["pesq"]}
+    values["pesq_invalid"] = extra["missing"] / max(1, extra["labels"])
+    if run.ranks.first:
+        cmgan_enhance.write_table(run.folder / "evaluations" / f"step-{step:08d}.csv", rows)
+    run.tracker.event("eval", step, **values)
+    say(f"evaluation at step {step}: PESQ {values['pesq']:.3f} (noisy {values['noisy_pesq']:.3f})  STOI"
+        f" {values['stoi']:.3f}  SI-SDR {values['si_sdr']:.2f}  gain {values['gain']:.2f}  loss {values['loss']:.4f}"
+        f"  D knows PESQ {values['d_pearson']:.2f}  missing labels {values['pesq_invalid']:.1%}")  # fmt: skip
+    extra["history"] = [*extra["history"], [values["loss"], values["pesq"]]][-cmgan_watch.LOOK_BACK :]
+    for message in cmgan_watch.alarms(values, evaluation.noisy, extra["history"], extra["gate"]["level"]):
+        run.tracker.event("alarm", step, message=message)
+        say(message)
+    return -values["pesq"] if np.isfinite(values["pesq"]) else None
+
+
+def export(nets: tuple, run: runs.Run, facts: dict) -> None:
+    """The generator with its averaged weights, and the discriminator. Every rank must call it."""
+    with run.average.in_place():
+        if run.ranks.first:
+            generator, discriminator = (net.state_dict() for net in nets)
+            training = dataclasses.asdict(run.config)
+            cmgan_files.write_export(run.folder, generator, discriminator, facts | {"training_config": training})

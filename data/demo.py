@@ -2,6 +2,7 @@
 
     python data/demo.py --out demo
     python data/demo.py --out demo-higgs --model higgs      the same for Higgs, see demo_higgs.py
+    python data/demo.py --out demo-cmgan --model cmgan      noisy/clean pairs, see demo_cmgan.py
 
     demo/audio/<split>/*.wav, *.txt   syllables whose sound follows their letters, spoken by several voices
     demo/codec                        a DAC of the real architecture, tiny
@@ -25,7 +26,8 @@ from usage import UsageError, run
 
 SEED = 20240613
 RATE, HOP = 44100, 512
-BUILDERS = {"dia": "demo", "higgs": "demo_higgs"}  # model -> module whose build_parts(folder, final) makes its assets
+# model -> module whose build_parts(folder, final) makes its assets
+BUILDERS = {"dia": "demo", "higgs": "demo_higgs", "cmgan": "demo_cmgan"}
 CLIPS = {"train": 64, "eval": 8}
 WORDS = "bada gumi lono sike tafu relu dimo nusa kobe falu gire mota".split()
 
@@ -97,7 +99,8 @@ def demo_key(out: Path, builder: str) -> str:
     """Changes with the code and libraries that make the demo, and with its place: the processor names it."""
     here = Path(__file__).parent
     digest = hashlib.sha256(str(out).encode())
-    for name in dict.fromkeys(["demo", builder, *"encode worker finished codec waveform sources store".split()]):
+    makers = "encode worker finished codec waveform sources store pairs".split()
+    for name in dict.fromkeys(["demo", builder, *makers]):
         digest.update((here / f"{name}.py").read_bytes())
     digest.update(json.dumps(versions("torch", "transformers", "datasets", "numpy")).encode())
     return digest.hexdigest()[:16]

@@ -70,7 +70,9 @@ class Config(RunConfig):
     w_gan: float = flag(0.05, "weight of the discriminator's opinion", low=0)
     noisy_term: bool = flag(False, "the discriminator also learns the noisy input's PESQ (MetricGAN+)")
     replay: int = flag(0, "steps whose estimates the discriminator sees again (MetricGAN+); 0 = none", low=0)
-    gate: Literal["auto", "on", "off"] = flag("auto", "hold back a GAN term that does not know PESQ; auto = with --model")
+    gate: Literal["auto", "on", "off"] = flag(
+        "auto", "hold back a GAN term that does not know PESQ; auto = with --model"
+    )
     gate_open: float = flag(0.8, "correlation with PESQ that lets the GAN term in", low=0, high=1)
     gate_close: float = flag(0.6, "correlation that sends it out again", low=0, high=1)
     gan_ramp: int = flag(500, "steps in which it comes in or goes out", low=1)
@@ -115,19 +117,20 @@ import deepspeed
 import numpy as np
 import torch
 
-from common import checkpoint, engine, memory, runs, samples
+from common import checkpoint, engine, memory, runs
 from common.feed import mover, prefetch
 from common.keyed import key64
 from common.optim import learning_rate, warmup_steps
-from common.pairs import Crops, PairDataset
+from common.pairs import Crops, PairDataset, split_pairs
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, memory_gb, on_first, run_main, say, start_ranks, stop_requested
+from common.runtime import Ranks, all_sum, memory_gb, run_main, say, start_ranks, stop_requested
 from common.track import Meter
 from models import cmgan_enhance, cmgan_files, cmgan_watch
 from models import cmgan_signal as signal
 from models.cmgan import Discriminator, TSCNet, settle_statistics
-from models.cmgan_labels import Labelled, Labels, discriminator_loss, valid_counts
+from models.cmgan_evaluate import Evaluation, sample, test
+from models.cmgan_labels import Labels, count_missing, discriminator_loss, valid_counts
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ def start_engines(generator, discriminator, config: Config, ds: dict) -> dict:
     frozen = functools.partial(compute_loss, discriminator=discriminator)
     return {
         "g": engine.start_engine(generator, frozen, config, copy.deepcopy(ds), **options),
-        "d": engine.start_engine(discriminator, discriminator_step_loss, config, copy.deepcopy(ds), **options),
+        "d": engine.start_engine(discriminator, discriminator_loss, config, copy.deepcopy(ds), **options),
     }
 
 
@@ -161,40 +164,8 @@ def start_engines(generator, discriminator, config: Config, ds: dict) -> dict:
 
 
 def build_data(config: Config, ranks: Ranks) -> tuple[Crops, PairDataset | None, np.ndarray]:
-    """The crops to train on, and the pairs and rows to evaluate on: held-out ids, or a dataset of their own."""
-    pairs = open_pairs(config.data, config, ranks)
-    held = pairs.rows_starting(config.hold_out) if config.hold_out else np.array([], dtype=np.int64)
-    if config.hold_out and not len(held):
-        raise UserError(f"--hold-out {' '.join(config.hold_out)}: no id in {config.data} starts so.")
-    kept = np.setdiff1d(np.arange(len(pairs)), held)
-    if config.eval_data:
-        chosen = open_pairs(config.eval_data, config, ranks)
-        held = np.arange(len(chosen))
-        trained = {pairs.id(i) for i in kept}
-        twice = [chosen.id(i) for i in held if chosen.id(i) in trained]
-        if twice:
-            raise UserError(f"--eval-data {config.eval_data} holds {len(twice)} ids of --data, such as {twice[0]}.")
-        both = {speaker(pairs.id(i)) for i in kept} & {speaker(chosen.id(i)) for i in held}
-        if both:
-            say(f"warning: {len(both)} speakers are in --data and in --eval-data, such as {min(both)}")
-    else:
-        chosen = pairs if len(held) else None
-    return Crops(pairs, kept, config.seconds, config.seed), chosen, spread(held, config.eval_files)
-
-
-def open_pairs(path: str, config: Config, ranks: Ranks) -> PairDataset:
-    pairs = PairDataset(path, signal.RATE)
-    if config.verify_data:
-        on_first(pairs.verify, ranks)
-    return pairs
-
-
-def speaker(name: str) -> str:
-    return name.rsplit("/", 1)[-1].split("_")[0]
-
-
-def spread(rows: np.ndarray, count: int) -> np.ndarray:
-    return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)] if 0 < count < len(rows) else rows
+    """The crops to train on; the pairs, and which of them, to evaluate on."""
+    return split_pairs(config, signal.RATE, ranks)
 
 
 # ---- batch to loss ---------------------------------------------------------------------------------------------
@@ -209,10 +180,6 @@ def compute_loss(model, batch, discriminator):
     return terms.sum(), torch.stack([terms.detach().sum(1), counts]), estimate.detach()
 
 
-def discriminator_step_loss(model, batch: tuple[Labelled, float, list[float]]):
-    return discriminator_loss(model, *batch)
-
-
 @contextmanager
 def frozen(model):
     """Inside, a backward through the model leaves nothing in its own gradients."""
@@ -223,13 +190,15 @@ def frozen(model):
         model.requires_grad_(True)
 
 
-def train_step(engines: dict, feed, labels: Labels, sounds: int, weights, step: int, rate: float, config: Config, ranks):
+def train_step(
+    engines: dict, feed, labels: Labels, sounds: int, weights, step: int, rate: float, config: Config, ranks
+):
     """One optimizer step of both networks; returns the meter, what was applied, and what to log.
 
     Every rank takes the same path whatever its data: missing labels are zeros in a mask, never a branch.
     """
     g, d = engines["g"], engines["d"]
-    meter, waiting = Meter(), []
+    meter, waiting, redraws = Meter(), [], 0
     with frozen(d.module.model):
         for turn in range(config.accumulation):
             batch = meter.next(feed)
@@ -241,7 +210,7 @@ def train_step(engines: dict, feed, labels: Labels, sounds: int, weights, step: 
             waiting.append(labels.submit(slot, estimate, batch["ids"]))
             engine.backward(g, loss_sum, sounds, ranks.world)
             meter.add(batch, loss_sum, stats)
-            meter.redraws += batch["redraws"]
+            redraws += batch["redraws"]
             if turn + 1 < config.accumulation:
                 g.step()  # only counts the micro-batch
         engine.set_learning_rate(g, rate)
@@ -250,8 +219,8 @@ def train_step(engines: dict, feed, labels: Labels, sounds: int, weights, step: 
 
     asked = time.monotonic()
     labelled = [labels.collect(step, part) for part in waiting]
-    meter.pesq_wait = time.monotonic() - asked
-    mine = [*valid_counts(labelled), sum(len(part.missing) for part in labelled), meter.redraws]
+    waited = time.monotonic() - asked
+    mine = [*valid_counts(labelled), sum(len(part.missing) for part in labelled), redraws]
     *counts, missing, redraws = all_sum(mine, ranks).tolist()
     loss_d = 0.0
     for turn, part in enumerate(labelled):
@@ -265,7 +234,7 @@ def train_step(engines: dict, feed, labels: Labels, sounds: int, weights, step: 
     applied_d, norm_d = engine.take_step(d)
     d.module.model.iterate()
     values = {"grad_norm": norm, "grad_norm_d": norm_d, "loss_d": float(all_sum([loss_d], ranks)[0])}
-    values |= {"pesq_missing": int(missing), "pesq_wait_s": meter.pesq_wait, "redraws": int(redraws)}
+    values |= {"pesq_missing": int(missing), "pesq_wait_s": waited, "redraws": int(redraws)}
     return meter, applied and applied_d, values, [name for part in labelled for name in part.missing]
 
 
@@ -280,44 +249,13 @@ def rate_at(step: int, steps: int, steps_an_epoch: float, config: Config) -> flo
 # ---- evaluation, samples, export -------------------------------------------------------------------------------
 
 
-class Evaluation:
-    """Whole held-out files, each once, in a fixed order; what they and the probe say about both networks."""
-
-    def __init__(self, pairs: PairDataset, rows: np.ndarray, config: Config, scorer: Scorer, ranks: Ranks):
-        self.pairs, self.rows, self.config, self.scorer, self.ranks = pairs, rows, config, scorer, ranks
-        self.window = int(config.window_seconds * signal.RATE)
-        length = int(config.seconds * signal.RATE)
-        self.probe = cmgan_watch.Probe(pairs, rows, config.probe, length, config.seed, scorer, ranks)
-        self.noisy = cmgan_enhance.measure_noisy(pairs, rows, scorer, ranks)
-        say(f"evaluation on {len(rows)} files; the noisy input has PESQ {self.noisy['pesq']:.3f}, STOI"
-            f" {self.noisy['stoi']:.3f}, SI-SDR {self.noisy['si_sdr']:.2f} dB")  # fmt: skip
-
-    def files(self, generator, discriminator) -> list[dict]:
-        weights = self.config.weights
-        options = (weights, self.window, self.scorer, self.ranks)
-        return cmgan_enhance.measure_files(generator, discriminator, self.pairs, self.rows, *options)
-
-    def shares(self, generator, discriminator) -> dict[str, float]:
-        few = [side[:2].to(self.ranks.device) for side in (self.probe.noisy, self.probe.clean)]
-        return cmgan_watch.term_shares(generator, discriminator, *few, self.config.weights)
-
-
 def evaluate(nets: tuple, evaluation: Evaluation | None, run: runs.Run, step: int, extra: dict) -> float | None:
-    """Metrics with the averaged weights, if there are any; returns the score (smaller is better): PESQ, never the loss."""
+    """Metrics with the averaged weights, if any; returns the score (smaller is better), PESQ and never the loss."""
     if not evaluation:
         return None
     cmgan_watch.require_equal(run.ranks, *nets)
-    values = {}
-    if run.average.decay:
-        values["pesq_raw"] = cmgan_enhance.means(evaluation.files(*nets))["pesq"]
-    with run.average.in_place():
-        rows = evaluation.files(*nets)
-        values = cmgan_enhance.means(rows) | values | evaluation.shares(*nets)
-    values |= evaluation.probe.judge(nets[1]) | {"gan_level": extra["gate"]["level"]}
-    values |= {"gain_error": abs(values["gain"] - 1), "noisy_pesq": evaluation.noisy["pesq"]}
-    values["pesq_invalid"] = extra["missing"] / max(1, extra["labels"])
-    if run.ranks.first:
-        cmgan_enhance.write_table(run.folder / "evaluations" / f"step-{step:08d}.csv", rows)
+    values = evaluation.values(nets, run, step)
+    values |= {"gan_level": extra["gate"]["level"], "pesq_invalid": extra["missing"] / max(1, extra["labels"])}
     run.tracker.event("eval", step, **values)
     say(f"evaluation at step {step}: PESQ {values['pesq']:.3f} (noisy {values['noisy_pesq']:.3f})  STOI"
         f" {values['stoi']:.3f}  SI-SDR {values['si_sdr']:.2f}  gain {values['gain']:.2f}  loss {values['loss']:.4f}"
@@ -336,3 +274,153 @@ def export(nets: tuple, run: runs.Run, facts: dict) -> None:
             generator, discriminator = (net.state_dict() for net in nets)
             training = dataclasses.asdict(run.config)
             cmgan_files.write_export(run.folder, generator, discriminator, facts | {"training_config": training})
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
+    """The whole run; returns both engines with their trained weights."""
+    if not config.data:
+        if config.model:
+            raise UserError("--model without --data: give pairs to train on, or --enhance or --diagnose.")
+        config.data = str(runs.demo_assets(ranks, "cmgan") / "pairs")
+
+    # model and data
+    generator, discriminator, unproven = build_model(config, ds)
+    crops, chosen, rows = build_data(config, ranks)
+    plan = Plan(np.full(len(crops), crops.length), config.micro_batch * crops.length, config.seed)
+    micro_batches = ranks.world * config.accumulation  # of one optimizer step
+    steps = config.steps or plan.steps(config.epochs, micro_batches)
+    say(f"crops {len(crops):,} an epoch, {steps} steps of {micro_batches} micro-batches of {config.micro_batch}")
+    for network in (generator, discriminator):
+        memory.say_needs(network, ds, config, ranks)
+    first = crops.batch(plan.micro_batch(0)[1])
+    cmgan_watch.require_perfect(first["noisy"], first["clean"])
+
+    # engines and resume
+    engines = start_engines(generator, discriminator, config, ds)
+    nets = generator, discriminator
+    average = engine.Average(engines["g"], config.ema)
+    labels = Labels(scorer, config.noisy_term, config.replay, config.seed)
+    gate = cmgan_watch.Gate(unproven, config.gate_open, config.gate_close, config.gan_ramp)
+    if unproven and not len(rows):
+        raise UserError("--gate needs held-out sounds to judge the discriminator: give --eval-data or --hold-out.")
+    to_device = mover(ranks.device)
+    rate = functools.partial(rate_at, steps=steps, steps_an_epoch=plan.per_epoch / micro_batches, config=config)
+
+    def build(number: int) -> dict:
+        epoch, chosen = plan.micro_batch(number)
+        return to_device(crops.batch(chosen, epoch))
+
+    def weights_now() -> torch.Tensor:
+        return torch.tensor([*config.weights[:3], config.w_gan * gate.level], device=ranks.device)
+
+    if config.dry_run:
+        dry_run(engines, map(build, range(ranks.rank, micro_batches, ranks.world)), labels, rate, config, ranks, steps)
+        return engines
+    fingerprint = {"data": crops.pairs.fingerprint(), "trained_rows": len(crops)}
+    run = runs.Run("cmgan", config, ds, ranks, engines, average, fingerprint, steps)
+    extra = {"gate": gate.state(), "history": [], "labels": 0, "missing": 0, "reasons": {}, "best": None} | run.extra
+    gate.restore(extra["gate"])
+    if run.found and config.replay:
+        labels.restore(checkpoint.load_mine(run.found, ranks), ranks.device)
+    evaluation = Evaluation(chosen, rows, config, scorer, ranks) if len(rows) else None
+
+    # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
+    feed = prefetch(build, range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world))
+    if run.start == 0:
+        evaluate(nets, evaluation, run, 0, extra)
+    if all_sum([float(stop_requested())], ranks)[0]:
+        run.stop(run.start)
+    generator.train(), discriminator.train()
+    for step in range(run.start, steps):
+        parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
+        sounds = sum(len(chosen) for _, chosen in parts)
+        meter, applied, values, missing = train_step(
+            engines, feed, labels, sounds, weights_now(), step, rate(step), config, ranks
+        )
+        totals = meter.reduce(ranks)
+        done, last = step + 1, step + 1 == steps
+        if applied:
+            average.update(step)
+            gate.advance()
+            values |= {"lr": rate(step), "lr_d": rate(step) * config.disc_lr_ratio, "gan_level": gate.level}
+            epoch = round(done * micro_batches / plan.per_epoch, 4)
+            frames = sounds * (crops.length // signal.HOP + 1)  # what "tokens" are here
+            totals.padded = frames
+            run.log(done, meter, totals, frames, signal.TERMS, epoch=epoch, **values)
+        else:
+            run.skip(done, meter, [name for _, chosen in parts for name in crops.ids(chosen)])
+        count_missing(extra, missing, values["pesq_missing"], sounds, done, run)
+
+        score = None
+        if evaluation and gate.used and done % config.probe_every == 0:
+            message = gate.look(evaluation.probe.judge(discriminator)["d_pearson"])
+            if message:
+                run.tracker.event("gate", done, message=message)
+                say(message)
+        extra["gate"] = gate.state()
+        if last or due(config.eval_every, done):
+            score = evaluate(nets, evaluation, run, done, extra)
+            if config.export and score is not None and (extra["best"] is None or score < extra["best"]):
+                extra["best"] = score
+                export(nets, run, {"step": done, "pesq": -score})
+        if last or totals.stop or due(config.save_every, done):
+            run.save(done, score, extra, labels.state())
+        if totals.stop and not last:
+            run.stop(done)
+        if evaluation and config.samples and (last or due(config.sample_every, done)):
+            sample(nets, evaluation, run, done)
+
+    # finish
+    if config.export and extra["best"] is None:
+        export(nets, run, {"step": steps})
+    if config.test_data:
+        test(config, run, scorer)
+    all_sum([0.0], ranks)  # what all ranks write is on disk
+    run.finish(steps)
+    if ranks.first:
+        say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
+    return engines
+
+
+def dry_run(engines: dict, feed, labels: Labels, rate, config: Config, ranks: Ranks, steps: int) -> None:
+    """One optimizer step of both networks, its memory, and where the learning rate changes."""
+    weights = torch.tensor(config.weights, device=ranks.device)
+    began = time.monotonic()
+    sounds = config.micro_batch * config.accumulation * ranks.world
+    _, applied, values, _ = train_step(engines, feed, labels, sounds, weights, 0, rate(0), config, ranks)
+    peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
+    say(f"dry run: one step {time.monotonic() - began:.1f} s, applied {applied}, norm {values['grad_norm']:.3f}"
+        f" and {values['grad_norm_d']:.3f}; peak memory {peak}")  # fmt: skip
+    warm = warmup_steps(config.warmup, steps)
+    turns = [step for step in range(1, steps) if rate(step) < rate(step - 1)] if config.schedule == "step" else []
+    for step in sorted({0, max(0, warm - 1), *turns[:20], steps - 1}):
+        say(f"learning rate at step {step + 1}: {rate(step):.3g} and {rate(step) * config.disc_lr_ratio:.3g}")
+
+
+def due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def main(config: Config) -> None:
+    ds = resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
+    if config.enhance:
+        if not config.model or not config.out:
+            raise UserError("--enhance needs --model and --out.")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        generator, _ = cmgan_files.load_networks(config.model)
+        window = int(config.window_seconds * signal.RATE)
+        cmgan_enhance.enhance_folder(generator.to(device), Path(config.enhance), Path(config.out), window, device)
+    elif config.diagnose:
+        from models.cmgan_doctor import diagnose
+
+        diagnose(config, start_ranks(), SCORER)
+    else:
+        train(config, start_ranks(), ds, SCORER)
+
+
+if __name__ == "__main__":
+    deepspeed.utils.logger.setLevel("WARNING")
+    run_main(main, CONFIG)

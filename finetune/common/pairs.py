@@ -5,6 +5,7 @@ import numpy as np
 from common import keyed
 from common.arrow import ArrowDataset, flat_views
 from common.config import UserError
+from common.runtime import Ranks, on_first, say
 
 DRAWS = 8  # of a crop's place, until it holds speech
 SPEECH_SECONDS = 0.3  # that a crop should hold
@@ -106,3 +107,47 @@ class Crops:
         noisy, clean = (torch.from_numpy(np.stack([c[s] for c in crops]).astype(np.float32) / 32768) for s in (0, 1))
         redraws = sum(crop[2] for crop in crops)
         return {"noisy": noisy, "clean": clean, "ids": ids, "positions": noisy.numel(), "redraws": redraws}
+
+
+# ---- what is trained on, what is held out ------------------------------------------------------------------------
+
+
+def open_pairs(path: str, rate: int, verify: bool, ranks: Ranks) -> PairDataset:
+    """A dataset of pairs; `verify`: checked for damage by the first rank."""
+    pairs = PairDataset(path, rate)
+    if verify:
+        on_first(pairs.verify, ranks)
+    return pairs
+
+
+def split_pairs(config, rate: int, ranks: Ranks) -> tuple[Crops, PairDataset | None, np.ndarray]:
+    """The crops to train on, and the pairs and rows to evaluate on.
+
+    Those are --eval-data, or else the ids of --data that --hold-out names, which are not trained on in either case.
+    """
+    pairs = open_pairs(config.data, rate, config.verify_data, ranks)
+    held = pairs.rows_starting(config.hold_out) if config.hold_out else np.array([], dtype=np.int64)
+    if config.hold_out and not len(held):
+        raise UserError(f"--hold-out {' '.join(config.hold_out)}: no id in {config.data} starts so.")
+    kept = np.setdiff1d(np.arange(len(pairs)), held)
+    if not len(kept):
+        raise UserError(f"--hold-out {' '.join(config.hold_out)} leaves nothing of {config.data} to train on.")
+    chosen = pairs if len(held) else None
+    if config.eval_data:
+        chosen = open_pairs(config.eval_data, rate, config.verify_data, ranks)
+        held = np.arange(len(chosen))
+        trained = {pairs.id(i) for i in kept}
+        twice = [chosen.id(i) for i in held if chosen.id(i) in trained]
+        if twice:
+            raise UserError(f"--eval-data {config.eval_data} holds {len(twice)} ids of --data, such as {twice[0]}.")
+        both = {_speaker(name) for name in trained} & {_speaker(chosen.id(i)) for i in held}
+        if both:
+            say(f"warning: {len(both)} speakers are in --data and in --eval-data, such as {min(both)}")
+    if 0 < config.eval_files < len(held):
+        held = held[np.linspace(0, len(held) - 1, config.eval_files).round().astype(int)]
+    return Crops(pairs, kept, config.seconds, config.seed), chosen, held
+
+
+def _speaker(name: str) -> str:
+    """VoiceBank's p286_001 is of speaker p286."""
+    return name.rsplit("/", 1)[-1].split("_")[0]

@@ -79,3 +79,24 @@ def wait_for(decoders: list) -> None:
 def repeat_share(codes: np.ndarray) -> float:
     """Share of frames equal to the one before: near 1 the model hangs on one sound."""
     return float((codes[1:] == codes[:-1]).all(axis=1).mean()) if len(codes) > 1 else 0.0
+
+
+def write_wave(folder: Path, facts: dict, wave: np.ndarray, rate: int) -> None:
+    """A sound that needs no decoder: .wav, .png and .json, named by facts["name"]. A failure is only a warning."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import soundfile
+
+    path = folder / f"{facts['name']}.wav"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        soundfile.write(path, wave, rate, subtype="FLOAT")
+        figure, axis = plt.subplots(figsize=(5, 2), layout="constrained")
+        axis.specgram(wave + 1e-8, NFFT=512, Fs=rate, noverlap=384)
+        figure.savefig(path.with_suffix(".png"), dpi=80)
+        plt.close(figure)
+        path.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"warning: sample {path} could not be written: {error}", flush=True)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 BINS = 201
 HEADS = 4
 MAX_DISTANCE = 512  # relative positions further apart share one embedding
-CHUNK_LOGITS = 2**22  # attention logits held at a time without gradient; chunks also stay in a CPU's cache
+CHUNK_LOGITS = 2**20  # attention logits of a chunk: on a CPU it stays in the cache, without gradient it is all there is
 TINY = 1e-12  # inside roots: their gradient at 0 is NaN
 
 

@@ -1,4 +1,4 @@
-"""A whole recording through CMGAN, and its measures. Long ones go in overlapping windows that fade into each other."""
+"""A whole recording through CMGAN. Long ones go in overlapping windows that fade into each other."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -8,10 +8,7 @@ import numpy as np
 import torch
 
 from common.config import UserError
-from common.pairs import PairDataset
-from common.runs import gather_names
-from common.runtime import Ranks, say
-from common.scorer import Scorer
+from common.runtime import say
 from models import cmgan_signal as signal
 
 FADE = signal.RATE  # one second: normalisation and attention see their window only, and a hard seam is heard
@@ -58,76 +55,6 @@ def enhance(model, noisy: np.ndarray, window: int, device) -> np.ndarray:
     scale = scale_of(float(np.square(noisy, dtype=np.float64).mean()))
     blocks = enhance_blocks(model, lambda start, count: noisy[start : start + count], len(noisy), scale, window, device)
     return np.concatenate(list(blocks))
-
-
-# ---- measuring -------------------------------------------------------------------------------------------------
-
-
-def sounds(pairs: PairDataset, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy and clean as float32 in -1..1."""
-    return tuple(side(row).astype(np.float32) / 32768 for side in (pairs.noisy, pairs.clean))
-
-
-@torch.no_grad()
-def measure_files(
-    model, discriminator, pairs: PairDataset, rows, weights: list[float], window: int, scorer: Scorer, ranks: Ranks
-) -> list[dict]:
-    """Every measure and loss term of every file, once, in order, the same on every rank.
-
-    The losses are of the wave that is heard, so that windows and overlap are part of them.
-    """
-    model.eval()
-    discriminator.eval()
-    mine = []
-    for place in range(ranks.rank, len(rows), ranks.world):
-        noisy, clean = sounds(pairs, rows[place])
-        wave = enhance(model, noisy, window, ranks.device)
-        pair = signal.normalise(*(torch.from_numpy(side)[None].to(ranks.device) for side in (noisy, clean)))
-        heard = torch.from_numpy(wave)[None].to(ranks.device) * pair.scale[:, None]
-        estimate = signal.Estimate(signal.spectrum(heard), heard, pair, signal.spectrum(pair.clean))
-        terms = signal.generator_terms(estimate, discriminator)[:, 0].tolist()
-        row = {"place": place, "id": pairs.id(rows[place]), "samples": len(clean)}
-        row |= {f"loss_{name}": term for name, term in zip(signal.TERMS, terms, strict=True)}
-        row["loss"] = sum(weight * term for weight, term in zip(weights, terms, strict=True))
-        mine.append((row, scorer.measure(clean, wave)))
-    model.train()
-    discriminator.train()
-    rows_here = [row | score.result() for row, score in mine]
-    return sorted(gather_names(rows_here, ranks), key=lambda row: row["place"])
-
-
-def measure_noisy(pairs: PairDataset, rows, scorer: Scorer, ranks: Ranks) -> dict[str, float]:
-    """The measures of doing nothing."""
-    waiting = []
-    for place in range(ranks.rank, len(rows), ranks.world):
-        noisy, clean = sounds(pairs, rows[place])
-        waiting.append((place, scorer.measure(clean, noisy)))
-    rows_here = [{"place": place, **score.result()} for place, score in waiting]
-    return means(sorted(gather_names(rows_here, ranks), key=lambda row: row["place"]))
-
-
-def means(rows: list[dict]) -> dict[str, float]:
-    """Mean over the files of every number that is defined; NaN where none is."""
-    names = [name for name, value in rows[0].items() if isinstance(value, float)]
-    found = {name: np.array([row[name] for row in rows]) for name in names}
-    return {name: float(np.nanmean(v)) if np.isfinite(v).any() else float("nan") for name, v in found.items()}
-
-
-def write_table(path: Path, rows: list[dict]) -> None:
-    """One row a file."""
-    names = [name for name in rows[0] if name != "place"]
-    lines = [",".join(names)] + [",".join(_cell(row[name]) for name in names) for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    draft.replace(path)
-
-
-def _cell(value) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = str(value)
-    return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"\n') else text
 
 
 # ---- files -----------------------------------------------------------------------------------------------------

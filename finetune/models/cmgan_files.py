@@ -41,9 +41,9 @@ def load_networks(path: str) -> tuple[TSCNet, Discriminator | None]:
 def _engine_file(folder: Path) -> dict[str, torch.Tensor]:
     """What DeepSpeed saved of an engine, without its wrapper's prefix."""
     (file,) = folder.glob("*model_states.pt")
-    from common.checkpoint import allow_list
+    from common.checkpoint import _allow_list
 
-    allow_list()
+    _allow_list()
     weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
     return {name.removeprefix("model."): value for name, value in weights.items()}
 

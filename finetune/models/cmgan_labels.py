@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from common import keyed
+from common.config import UserError
+from common.runs import Run, gather_names
 from common.scorer import Scorer, collect
 from models import cmgan_signal as signal
 
@@ -93,13 +95,14 @@ class Labels:
         ]
 
 
-def discriminator_loss(discriminator, batch: Labelled, sounds: float, counts: list[float]) -> torch.Tensor:
-    """This micro-batch's share of the step's loss: (D(clean, clean) - 1)^2, and (D(clean, other) - label)^2 where valid.
+def discriminator_loss(discriminator, share: tuple[Labelled, float, list[float]]) -> torch.Tensor:
+    """A micro-batch's share of the step's loss: (D(clean, clean) - 1)^2 and, where valid, (D(clean, other) - label)^2.
 
-    `sounds` and `counts` are over all ranks and micro-batches of the step: valid labels of what the generator made
-    (with the past), and of the noisy ones. A mask of zeros is a term of 0, not another path: every rank computes the
+    With it come counts over all ranks and micro-batches of the step: sounds, and valid labels of what the generator
+    made (with the past) and of the noisy ones. A mask of zeros is a term of 0, not another path: every rank computes the
     same graph and joins the same collectives.
     """
+    batch, sounds, counts = share
     loss = (discriminator(batch.clean, batch.clean) - 1).square().sum() / sounds
     for other, labels, valid, count in zip(batch.others, batch.labels, batch.valid, counts, strict=True):
         loss = loss + (valid * (discriminator(batch.clean, other) - labels).square()).sum() / max(1.0, count)
@@ -113,3 +116,20 @@ def valid_counts(batches: list[Labelled]) -> list[float]:
     counts = [sum(float(valid.sum()) for valid in kind) for kind in zip(*(b.valid for b in batches), strict=True)]
     counts[0] += sum(float(valid.sum()) for batch in batches for *_, valid in batch.past)
     return counts
+
+
+def count_missing(extra: dict, mine: list[str], missing: int, sounds: int, step: int, run: Run) -> None:
+    """Counts the labels that PESQ gave no value for, by reason; too many end the run."""
+    extra["labels"] += sounds
+    extra["missing"] += missing
+    if missing:  # of all ranks: every one of them comes here
+        names = gather_names(mine, run.ranks)
+        for name in names:
+            reason = name.rsplit(": ", 1)[1]
+            extra["reasons"][reason] = extra["reasons"].get(reason, 0) + 1
+        run.tracker.event("pesq_missing", step, ids=names)
+    if extra["labels"] >= 100 and extra["missing"] > run.config.max_pesq_invalid * extra["labels"]:
+        raise UserError(
+            f"{extra['missing']} of {extra['labels']} sounds have no PESQ ({extra['reasons']}; --max-pesq-invalid):"
+            " metrics.jsonl names them."
+        )

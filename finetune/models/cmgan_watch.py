@@ -169,7 +169,7 @@ class Gate:
 def alarms(
     values: dict[str, float], noisy: dict[str, float], history: list[list[float]], gan_level: float
 ) -> list[str]:
-    """Sentences about an evaluation that should make someone look. `history`: (loss, PESQ) of evaluations, this last."""
+    """What should make someone look, in sentences. `history`: (loss, PESQ) of the evaluations, this one last."""
     found = []
     gain = values["gain"]
     if not GAIN_OK[0] <= gain <= GAIN_OK[1]:

@@ -1,0 +1,150 @@
+"""CMGAN judged by whole files that it was not trained on, and what the report and the log say about them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import samples
+from common.pairs import PairDataset, open_pairs
+from common.runs import Run, gather_names
+from common.runtime import Ranks, say
+from common.scorer import Scorer
+from models import cmgan_files, cmgan_watch
+from models import cmgan_signal as signal
+from models.cmgan_enhance import enhance
+
+
+class Evaluation:
+    """Whole held-out files, each once, in a fixed order; what they and the probe say about both networks."""
+
+    def __init__(self, pairs: PairDataset, rows: np.ndarray, config, scorer: Scorer, ranks: Ranks):
+        self.pairs, self.rows, self.config, self.scorer, self.ranks = pairs, rows, config, scorer, ranks
+        self.window = int(config.window_seconds * signal.RATE)
+        length = int(config.seconds * signal.RATE)
+        self.probe = cmgan_watch.Probe(pairs, rows, config.probe, length, config.seed, scorer, ranks)
+        self.noisy = measure_noisy(pairs, rows, scorer, ranks)
+        say(f"evaluation on {len(rows)} files; the noisy input has PESQ {self.noisy['pesq']:.3f}, STOI"
+            f" {self.noisy['stoi']:.3f}, SI-SDR {self.noisy['si_sdr']:.2f} dB")  # fmt: skip
+
+    def files(self, generator, discriminator) -> list[dict]:
+        weights = self.config.weights
+        options = (weights, self.window, self.scorer, self.ranks)
+        return measure_files(generator, discriminator, self.pairs, self.rows, *options)
+
+    def values(self, nets: tuple, run: Run, step: int) -> dict[str, float]:
+        """Everything about both networks, the generator with its averaged weights; a table a file beside it."""
+        raw = {"pesq_raw": means(self.files(*nets))["pesq"]} if run.average.decay else {}
+        with run.average.in_place():
+            rows = self.files(*nets)
+            shares = self.shares(*nets)
+        if self.ranks.first:
+            write_table(run.folder / "evaluations" / f"step-{step:08d}.csv", rows)
+        found = means(rows) | raw | shares | self.probe.judge(nets[1])
+        return found | {"gain_error": abs(found["gain"] - 1), "noisy_pesq": self.noisy["pesq"]}
+
+    def shares(self, generator, discriminator) -> dict[str, float]:
+        few = [side[:2].to(self.ranks.device) for side in (self.probe.noisy, self.probe.clean)]
+        return cmgan_watch.term_shares(generator, discriminator, *few, self.config.weights)
+
+
+@torch.no_grad()
+def sample(nets: tuple, evaluation: Evaluation, run: Run, step: int) -> None:
+    """The first files, enhanced, beside their noisy and clean recordings."""
+    nets[0].eval()
+    with run.average.in_place():
+        for place in range(run.ranks.rank, min(run.config.samples, len(evaluation.rows)), run.ranks.world):
+            row = evaluation.rows[place]
+            noisy, clean = sounds(evaluation.pairs, row)
+            wave = enhance(nets[0], noisy, evaluation.window, run.ranks.device)
+            for folder, sound in ((f"step-{step:08d}", wave), ("noisy", noisy), ("clean", clean)):
+                facts = {"name": f"file-{place:04d}", "text": evaluation.pairs.id(row)}
+                facts |= evaluation.scorer.measure(clean, sound).result()
+                samples.write_wave(run.folder / "samples" / folder, facts, sound, signal.RATE)
+    nets[0].train()
+    run.tracker.event("sample", step)
+
+
+def test(config, run: Run, scorer: Scorer) -> None:
+    """The exported model on the test data. Nothing is chosen by it."""
+    generator, discriminator = cmgan_files.load_networks(str(run.folder / "export"))
+    generator.to(run.ranks.device), discriminator.to(run.ranks.device)
+    pairs = open_pairs(config.test_data, signal.RATE, config.verify_data, run.ranks)
+    window = int(config.window_seconds * signal.RATE)
+    options = (config.weights, window, scorer, run.ranks)
+    rows = measure_files(generator, discriminator, pairs, np.arange(len(pairs)), *options)
+    values = means(rows)
+    if run.ranks.first:
+        write_table(run.folder / "evaluations" / "test.csv", rows)
+    run.tracker.event("test", run.config.steps, **values)
+    say("test: " + "  ".join(f"{name} {values[name]:.3f}" for name in ("pesq", "csig", "cbak", "covl", "ssnr", "stoi")))
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------
+
+
+def sounds(pairs: PairDataset, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noisy and clean as float32 in -1..1."""
+    return tuple(side(row).astype(np.float32) / 32768 for side in (pairs.noisy, pairs.clean))
+
+
+@torch.no_grad()
+def measure_files(
+    model, discriminator, pairs: PairDataset, rows, weights: list[float], window: int, scorer: Scorer, ranks: Ranks
+) -> list[dict]:
+    """Every measure and loss term of every file, once, in order, the same on every rank.
+
+    The losses are of the wave that is heard, so that windows and overlap are part of them.
+    """
+    model.eval()
+    discriminator.eval()
+    mine = []
+    for place in range(ranks.rank, len(rows), ranks.world):
+        noisy, clean = sounds(pairs, rows[place])
+        wave = enhance(model, noisy, window, ranks.device)
+        pair = signal.normalise(*(torch.from_numpy(side)[None].to(ranks.device) for side in (noisy, clean)))
+        heard = torch.from_numpy(wave)[None].to(ranks.device) * pair.scale[:, None]
+        estimate = signal.Estimate(signal.spectrum(heard), heard, pair, signal.spectrum(pair.clean))
+        terms = signal.generator_terms(estimate, discriminator)[:, 0].tolist()
+        row = {"place": place, "id": pairs.id(rows[place]), "samples": len(clean)}
+        row |= {f"loss_{name}": term for name, term in zip(signal.TERMS, terms, strict=True)}
+        row["loss"] = sum(weight * term for weight, term in zip(weights, terms, strict=True))
+        mine.append((row, scorer.measure(clean, wave)))
+    model.train()
+    discriminator.train()
+    rows_here = [row | score.result() for row, score in mine]
+    return sorted(gather_names(rows_here, ranks), key=lambda row: row["place"])
+
+
+def measure_noisy(pairs: PairDataset, rows, scorer: Scorer, ranks: Ranks) -> dict[str, float]:
+    """The measures of doing nothing."""
+    waiting = []
+    for place in range(ranks.rank, len(rows), ranks.world):
+        noisy, clean = sounds(pairs, rows[place])
+        waiting.append((place, scorer.measure(clean, noisy)))
+    rows_here = [{"place": place, **score.result()} for place, score in waiting]
+    return means(sorted(gather_names(rows_here, ranks), key=lambda row: row["place"]))
+
+
+def means(rows: list[dict]) -> dict[str, float]:
+    """Mean over the files of every number that is defined; NaN where none is."""
+    names = [name for name, value in rows[0].items() if isinstance(value, float)]
+    found = {name: np.array([row[name] for row in rows]) for name in names}
+    return {name: float(np.nanmean(v)) if np.isfinite(v).any() else float("nan") for name, v in found.items()}
+
+
+def write_table(path: Path, rows: list[dict]) -> None:
+    """One row a file."""
+    names = [name for name in rows[0] if name != "place"]
+    lines = [",".join(names)] + [",".join(_cell(row[name]) for name in names) for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def _cell(value) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"\n') else text

@@ -20,13 +20,12 @@ import dataclasses
 import functools
 import os
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from common.config import RunConfig, UserError, flag, parse_args
+from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
+from common.pair_flags import PairConfig
 from common.runtime import bar_codecs, catch_signals
 from common.scorer import Scorer
 
@@ -34,17 +33,8 @@ from common.scorer import Scorer
 
 
 @dataclass
-class Config(RunConfig):
-    without: ClassVar[tuple[str, ...]] = ("micro_tokens",)
-    model_with_data: ClassVar[bool] = False
-
-    model: str = flag("", "generator to go on from: published file, export or checkpoint; empty = none", group="run")
-    data: str = flag("", "dataset of data/pairs.py, 16 kHz; empty = the demo's", group="run")
-    eval_data: str = flag("", "pairs to choose the best by; empty = those of --hold-out", group="run")
-    test_data: str = flag("", "pairs to measure the best model on, once, at the end", group="run", free=True)
+class Config(PairConfig):
     diagnose: str = flag("", "check this run, checkpoint or export instead of training", group="run", free=True)
-    enhance: str = flag("", "folder of .wav and .flac to enhance into --out with --model", group="run", free=True)
-
     epochs: float = flag(120.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
     lr: float = flag(5e-4, "the generator's learning rate", group="schedule")
     disc_lr_ratio: float = flag(2.0, "the discriminator's learning rate over --lr", group="schedule", low=0.01)
@@ -52,34 +42,26 @@ class Config(RunConfig):
     decay_epochs: float = flag(30.0, "step: epochs between drops", group="schedule", low=1e-3)
     decay: float = flag(0.5, "step: factor of a drop", group="schedule", low=1e-3, high=1)
     warmup: float = flag(0.0, "warm-up, as a share of the steps (below 1) or in steps", group="schedule", low=0)
-    micro_batch: int = flag(4, "crops a rank and micro-batch", group="schedule", low=1)
     clip: float = flag(5.0, "largest gradient norm, of each network", group="optimizer", low=1e-6)
     ema: float = flag(0.999, "decay of the generator's average; 0 = off", group="optimizer", low=0, high=0.99999)
     precision: Literal["bf16", "fp32"] = flag("fp32", "of the conformers; all else is fp32", group="optimizer")
     gradient_checkpointing: bool = flag(True, "recompute the conformers: a third of the memory", group="optimizer")
-    samples: int = flag(4, "files of the evaluation data to write at each sampling; 0 = none", group="output", low=0)
-    eval_files: int = flag(0, "evaluate on this many files, evenly spread; 0 = all", group="output", low=0, free=True)
 
     channels: int = flag(64, "width of the generator, from scratch; 64 as published", low=4)
     disc_channels: int = flag(16, "width of the discriminator, from scratch; 16 as published", low=1)
-    seconds: float = flag(2.0, "length of a crop", low=0.5)
-    hold_out: list[str] = flag([], "ids that start so are not trained on; without --eval-data they choose the best")
     w_ri: float = flag(0.1, "weight of the spectrum's real and imaginary part", low=0)
     w_mag: float = flag(0.9, "weight of its magnitude", low=0)
     w_time: float = flag(0.2, "weight of the wave", low=0)
     w_gan: float = flag(0.05, "weight of the discriminator's opinion", low=0)
     noisy_term: bool = flag(False, "the discriminator also learns the noisy input's PESQ (MetricGAN+)")
     replay: int = flag(0, "steps whose estimates the discriminator sees again (MetricGAN+); 0 = none", low=0)
-    gate: Literal["auto", "on", "off"] = flag(
-        "auto", "hold back a GAN term that does not know PESQ; auto = with --model"
-    )
+    gate: Literal["auto", "on", "off"] = flag("auto", "hold back a GAN term that knows no PESQ; auto = with --model")
     gate_open: float = flag(0.8, "correlation with PESQ that lets the GAN term in", low=0, high=1)
     gate_close: float = flag(0.6, "correlation that sends it out again", low=0, high=1)
     gan_ramp: int = flag(500, "steps in which it comes in or goes out", low=1)
     probe: int = flag(64, "held-out sounds that the discriminator is judged by", low=8)
     probe_every: int = flag(100, "steps between such judgements while there is a gate", low=1)
     max_pesq_invalid: float = flag(0.2, "stop when more labels than this share are missing", low=0, high=1, free=True)
-    pesq_workers: int = flag(0, "PESQ processes a rank; 0 = its share of the cores", low=0, free=True)
     window_seconds: float = flag(16.0, "longer recordings are enhanced in windows of this length", low=2)
 
     @property
@@ -120,7 +102,7 @@ import torch
 from common import checkpoint, engine, memory, runs
 from common.feed import mover, prefetch
 from common.keyed import key64
-from common.optim import learning_rate, warmup_steps
+from common.optim import stepped_rate, turning_points
 from common.pairs import Crops, PairDataset, split_pairs
 from common.plan import Plan
 from common.report import write_report
@@ -129,14 +111,15 @@ from common.track import Meter
 from models import cmgan_enhance, cmgan_files, cmgan_watch
 from models import cmgan_signal as signal
 from models.cmgan import Discriminator, TSCNet, settle_statistics
-from models.cmgan_evaluate import Evaluation, sample, test
+from models.cmgan_doctor import diagnose
+from models.cmgan_evaluate import Evaluation, evaluate, judge_discriminator, sample, test
 from models.cmgan_labels import Labels, count_missing, discriminator_loss, valid_counts
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
 
-def build_model(config: Config, ds: dict) -> tuple[TSCNet, Discriminator, bool]:
-    """Generator, discriminator, and whether the discriminator still has to earn its weight."""
+def build_model(config: Config, ds: dict) -> tuple[TSCNet, Discriminator]:
+    """Generator and discriminator, from --model as far as it has them."""
     if stage_of(ds) == 3:
         raise UserError(f"--ds {config.ds} is ZeRO-3: CMGAN's 2 million weights need no sharding, use zero2.json.")
     torch.manual_seed(key64(config.seed, "weights") % 2**63)
@@ -145,9 +128,8 @@ def build_model(config: Config, ds: dict) -> tuple[TSCNet, Discriminator, bool]:
     generator, discriminator = TSCNet(config.channels), None
     if config.model:
         generator, discriminator = cmgan_files.load_networks(config.model)
-    unproven = config.gate == "on" or (config.gate == "auto" and bool(config.model))
     generator.set_compute(config.gradient_checkpointing, config.precision == "bf16")
-    return generator, discriminator or Discriminator(config.disc_channels), unproven
+    return generator, discriminator or Discriminator(config.disc_channels)
 
 
 def start_engines(generator, discriminator, config: Config, ds: dict) -> dict:
@@ -180,26 +162,14 @@ def compute_loss(model, batch, discriminator):
     return terms.sum(), torch.stack([terms.detach().sum(1), counts]), estimate.detach()
 
 
-@contextmanager
-def frozen(model):
-    """Inside, a backward through the model leaves nothing in its own gradients."""
-    model.requires_grad_(False)
-    try:
-        yield
-    finally:
-        model.requires_grad_(True)
-
-
-def train_step(
-    engines: dict, feed, labels: Labels, sounds: int, weights, step: int, rate: float, config: Config, ranks
-):
+def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, rate: float, config: Config, ranks):
     """One optimizer step of both networks; returns the meter, what was applied, and what to log.
 
     Every rank takes the same path whatever its data: missing labels are zeros in a mask, never a branch.
     """
     g, d = engines["g"], engines["d"]
     meter, waiting, redraws = Meter(), [], 0
-    with frozen(d.module.model):
+    with engine.frozen(d.module.model):
         for turn in range(config.accumulation):
             batch = meter.next(feed)
             batch["weights"] = weights
@@ -220,8 +190,8 @@ def train_step(
     asked = time.monotonic()
     labelled = [labels.collect(step, part) for part in waiting]
     waited = time.monotonic() - asked
-    mine = [*valid_counts(labelled), sum(len(part.missing) for part in labelled), redraws]
-    *counts, missing, redraws = all_sum(mine, ranks).tolist()
+    missing = [name for part in labelled for name in part.missing]
+    *counts, missing_anywhere, redraws = all_sum([*valid_counts(labelled), len(missing), redraws], ranks).tolist()
     loss_d = 0.0
     for turn, part in enumerate(labelled):
         torch.manual_seed(key64(config.seed, step, turn * ranks.world + ranks.rank, "dropout of d") % 2**63)
@@ -234,37 +204,11 @@ def train_step(
     applied_d, norm_d = engine.take_step(d)
     d.module.model.iterate()
     values = {"grad_norm": norm, "grad_norm_d": norm_d, "loss_d": float(all_sum([loss_d], ranks)[0])}
-    values |= {"pesq_missing": int(missing), "pesq_wait_s": waited, "redraws": int(redraws)}
-    return meter, applied and applied_d, values, [name for part in labelled for name in part.missing]
-
-
-def rate_at(step: int, steps: int, steps_an_epoch: float, config: Config) -> float:
-    """The generator's learning rate: a linear warm-up, then drops by epochs, or a cosine."""
-    warm = warmup_steps(config.warmup, steps)
-    if config.schedule == "cosine" or step < warm:
-        return learning_rate(step, steps, config)
-    return config.lr * config.decay ** int(step / steps_an_epoch / config.decay_epochs)
+    values |= {"pesq_missing": int(missing_anywhere), "pesq_wait_s": waited, "redraws": int(redraws)}
+    return meter, applied and applied_d, values, missing
 
 
 # ---- evaluation, samples, export -------------------------------------------------------------------------------
-
-
-def evaluate(nets: tuple, evaluation: Evaluation | None, run: runs.Run, step: int, extra: dict) -> float | None:
-    """Metrics with the averaged weights, if any; returns the score (smaller is better), PESQ and never the loss."""
-    if not evaluation:
-        return None
-    cmgan_watch.require_equal(run.ranks, *nets)
-    values = evaluation.values(nets, run, step)
-    values |= {"gan_level": extra["gate"]["level"], "pesq_invalid": extra["missing"] / max(1, extra["labels"])}
-    run.tracker.event("eval", step, **values)
-    say(f"evaluation at step {step}: PESQ {values['pesq']:.3f} (noisy {values['noisy_pesq']:.3f})  STOI"
-        f" {values['stoi']:.3f}  SI-SDR {values['si_sdr']:.2f}  gain {values['gain']:.2f}  loss {values['loss']:.4f}"
-        f"  D knows PESQ {values['d_pearson']:.2f}  missing labels {values['pesq_invalid']:.1%}")  # fmt: skip
-    extra["history"] = [*extra["history"], [values["loss"], values["pesq"]]][-cmgan_watch.LOOK_BACK :]
-    for message in cmgan_watch.alarms(values, evaluation.noisy, extra["history"], extra["gate"]["level"]):
-        run.tracker.event("alarm", step, message=message)
-        say(message)
-    return -values["pesq"] if np.isfinite(values["pesq"]) else None
 
 
 def export(nets: tuple, run: runs.Run, facts: dict) -> None:
@@ -287,7 +231,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         config.data = str(runs.demo_assets(ranks, "cmgan") / "pairs")
 
     # model and data
-    generator, discriminator, unproven = build_model(config, ds)
+    nets = generator, discriminator = build_model(config, ds)
     crops, chosen, rows = build_data(config, ranks)
     plan = Plan(np.full(len(crops), crops.length), config.micro_batch * crops.length, config.seed)
     micro_batches = ranks.world * config.accumulation  # of one optimizer step
@@ -300,21 +244,18 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
 
     # engines and resume
     engines = start_engines(generator, discriminator, config, ds)
-    nets = generator, discriminator
     average = engine.Average(engines["g"], config.ema)
     labels = Labels(scorer, config.noisy_term, config.replay, config.seed)
-    gate = cmgan_watch.Gate(unproven, config.gate_open, config.gate_close, config.gan_ramp)
-    if unproven and not len(rows):
+    gated = config.gate == "on" or (config.gate == "auto" and bool(config.model))
+    gate = cmgan_watch.Gate(gated, config.gate_open, config.gate_close, config.gan_ramp)
+    if gated and not len(rows):
         raise UserError("--gate needs held-out sounds to judge the discriminator: give --eval-data or --hold-out.")
     to_device = mover(ranks.device)
-    rate = functools.partial(rate_at, steps=steps, steps_an_epoch=plan.per_epoch / micro_batches, config=config)
+    rate = functools.partial(stepped_rate, steps=steps, steps_an_epoch=plan.per_epoch / micro_batches, config=config)
 
     def build(number: int) -> dict:
         epoch, chosen = plan.micro_batch(number)
         return to_device(crops.batch(chosen, epoch))
-
-    def weights_now() -> torch.Tensor:
-        return torch.tensor([*config.weights[:3], config.w_gan * gate.level], device=ranks.device)
 
     if config.dry_run:
         dry_run(engines, map(build, range(ranks.rank, micro_batches, ranks.world)), labels, rate, config, ranks, steps)
@@ -333,13 +274,12 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         evaluate(nets, evaluation, run, 0, extra)
     if all_sum([float(stop_requested())], ranks)[0]:
         run.stop(run.start)
-    generator.train(), discriminator.train()
     for step in range(run.start, steps):
         parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
         sounds = sum(len(chosen) for _, chosen in parts)
-        meter, applied, values, missing = train_step(
-            engines, feed, labels, sounds, weights_now(), step, rate(step), config, ranks
-        )
+        weights = torch.tensor([*config.weights[:3], config.w_gan * gate.level], device=ranks.device)
+        stepped = train_step(engines, feed, labels, sounds, weights, step, rate(step), config, ranks)
+        meter, applied, values, missing = stepped
         totals = meter.reduce(ranks)
         done, last = step + 1, step + 1 == steps
         if applied:
@@ -347,19 +287,14 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
             gate.advance()
             values |= {"lr": rate(step), "lr_d": rate(step) * config.disc_lr_ratio, "gan_level": gate.level}
             epoch = round(done * micro_batches / plan.per_epoch, 4)
-            frames = sounds * (crops.length // signal.HOP + 1)  # what "tokens" are here
-            totals.padded = frames
-            run.log(done, meter, totals, frames, signal.TERMS, epoch=epoch, **values)
+            run.log(done, meter, totals, sounds * crops.length, signal.TERMS, epoch=epoch, **values)  # token: sample
         else:
             run.skip(done, meter, [name for _, chosen in parts for name in crops.ids(chosen)])
         count_missing(extra, missing, values["pesq_missing"], sounds, done, run)
 
         score = None
-        if evaluation and gate.used and done % config.probe_every == 0:
-            message = gate.look(evaluation.probe.judge(discriminator)["d_pearson"])
-            if message:
-                run.tracker.event("gate", done, message=message)
-                say(message)
+        if gate.used and due(config.probe_every, done):
+            judge_discriminator(gate, evaluation, discriminator, run, done)
         extra["gate"] = gate.state()
         if last or due(config.eval_every, done):
             score = evaluate(nets, evaluation, run, done, extra)
@@ -394,9 +329,7 @@ def dry_run(engines: dict, feed, labels: Labels, rate, config: Config, ranks: Ra
     peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
     say(f"dry run: one step {time.monotonic() - began:.1f} s, applied {applied}, norm {values['grad_norm']:.3f}"
         f" and {values['grad_norm_d']:.3f}; peak memory {peak}")  # fmt: skip
-    warm = warmup_steps(config.warmup, steps)
-    turns = [step for step in range(1, steps) if rate(step) < rate(step - 1)] if config.schedule == "step" else []
-    for step in sorted({0, max(0, warm - 1), *turns[:20], steps - 1}):
+    for step in turning_points(rate, steps, config):
         say(f"learning rate at step {step + 1}: {rate(step):.3g} and {rate(step) * config.disc_lr_ratio:.3g}")
 
 
@@ -407,15 +340,8 @@ def due(every: int, done: int) -> bool:
 def main(config: Config) -> None:
     ds = resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
     if config.enhance:
-        if not config.model or not config.out:
-            raise UserError("--enhance needs --model and --out.")
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        generator, _ = cmgan_files.load_networks(config.model)
-        window = int(config.window_seconds * signal.RATE)
-        cmgan_enhance.enhance_folder(generator.to(device), Path(config.enhance), Path(config.out), window, device)
+        cmgan_enhance.main(config)
     elif config.diagnose:
-        from models.cmgan_doctor import diagnose
-
         diagnose(config, start_ranks(), SCORER)
     else:
         train(config, start_ranks(), ds, SCORER)

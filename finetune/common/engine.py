@@ -108,6 +108,16 @@ def dry_run(engine, batch_of, longest, step_weight: float, needs: float, ranks: 
     say(f"memory a rank: predicted {needs / 2**30:.2f} GB, measured peak {peak}")
 
 
+@contextmanager
+def frozen(model: nn.Module):
+    """Inside, a backward through the model leaves nothing in its own gradients."""
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.requires_grad_(True)
+
+
 def trainable(engine) -> dict[str, nn.Parameter]:
     """Trainable parameters by their names in the recipe's model."""
     return {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}

@@ -59,3 +59,16 @@ def learning_rate(step: int, steps: int, config: RunConfig) -> float:
     progress = (step - warm) / max(1, steps - 1 - warm)
     floor = config.min_lr_ratio
     return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+def stepped_rate(step: int, steps: int, steps_an_epoch: float, config) -> float:
+    """Linear warm-up, then --decay every --decay-epochs; with --schedule cosine as `learning_rate`."""
+    if config.schedule == "cosine" or step < warmup_steps(config.warmup, steps):
+        return learning_rate(step, steps, config)
+    return config.lr * config.decay ** int(step / steps_an_epoch / config.decay_epochs)
+
+
+def turning_points(rate, steps: int, config) -> list[int]:
+    """The steps worth printing of a schedule: the first, the end of the warm-up, up to 20 drops, the last."""
+    drops = [step for step in range(1, steps) if rate(step) < rate(step - 1)] if config.schedule == "step" else []
+    return sorted({0, max(0, warmup_steps(config.warmup, steps) - 1), *drops[:20], steps - 1})

@@ -10,6 +10,7 @@ import torch
 from common.config import UserError
 from common.runtime import say
 from models import cmgan_signal as signal
+from models.cmgan_files import load_networks
 
 FADE = signal.RATE  # one second: normalisation and attention see their window only, and a hard seam is heard
 SHORTEST = signal.N_FFT  # samples; the reflection at the edges needs half of it
@@ -103,3 +104,13 @@ def enhance_folder(model, source: Path, out: Path, window: int, device) -> None:
         finally:
             draft.unlink(missing_ok=True)
         say(f"{target}  {length / signal.RATE:.1f} s" + (f", {over} samples beyond full scale" if over else ""))
+
+
+def main(config) -> None:
+    """--enhance."""
+    if not config.model or not config.out:
+        raise UserError("--enhance needs --model and --out.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator, _ = load_networks(config.model)
+    window = int(config.window_seconds * signal.RATE)
+    enhance_folder(generator.to(device), Path(config.enhance), Path(config.out), window, device)

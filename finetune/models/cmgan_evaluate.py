@@ -48,6 +48,32 @@ class Evaluation:
         return cmgan_watch.term_shares(generator, discriminator, *few, self.config.weights)
 
 
+def evaluate(nets: tuple, evaluation: Evaluation | None, run: Run, step: int, extra: dict) -> float | None:
+    """Metrics with the averaged weights, if any; returns the score (smaller is better), PESQ and never the loss."""
+    if not evaluation:
+        return None
+    cmgan_watch.require_equal(run.ranks, *nets)
+    values = evaluation.values(nets, run, step)
+    values |= {"gan_level": extra["gate"]["level"], "pesq_invalid": extra["missing"] / max(1, extra["labels"])}
+    run.tracker.event("eval", step, **values)
+    say(f"evaluation at step {step}: PESQ {values['pesq']:.3f} (noisy {values['noisy_pesq']:.3f})  STOI"
+        f" {values['stoi']:.3f}  SI-SDR {values['si_sdr']:.2f}  gain {values['gain']:.2f}  loss {values['loss']:.4f}"
+        f"  D knows PESQ {values['d_pearson']:.2f}  missing labels {values['pesq_invalid']:.1%}")  # fmt: skip
+    extra["history"] = [*extra["history"], [values["loss"], values["pesq"]]][-cmgan_watch.LOOK_BACK :]
+    for message in cmgan_watch.alarms(values, evaluation.noisy, extra["history"], extra["gate"]["level"]):
+        run.tracker.event("alarm", step, message=message)
+        say(message)
+    return -values["pesq"] if np.isfinite(values["pesq"]) else None
+
+
+def judge_discriminator(gate: cmgan_watch.Gate, evaluation: Evaluation, discriminator, run: Run, step: int) -> None:
+    """Lets the GAN term in or out by what the discriminator knows now."""
+    message = gate.look(evaluation.probe.judge(discriminator)["d_pearson"])
+    if message:
+        run.tracker.event("gate", step, message=message)
+        say(message)
+
+
 @torch.no_grad()
 def sample(nets: tuple, evaluation: Evaluation, run: Run, step: int) -> None:
     """The first files, enhanced, beside their noisy and clean recordings."""

@@ -99,8 +99,8 @@ def discriminator_loss(discriminator, share: tuple[Labelled, float, list[float]]
     """A micro-batch's share of the step's loss: (D(clean, clean) - 1)^2 and, where valid, (D(clean, other) - label)^2.
 
     With it come counts over all ranks and micro-batches of the step: sounds, and valid labels of what the generator
-    made (with the past) and of the noisy ones. A mask of zeros is a term of 0, not another path: every rank computes the
-    same graph and joins the same collectives.
+    made (with the past) and of the noisy ones. A mask of zeros is a term of 0, not another path: every rank computes
+    the same graph and joins the same collectives.
     """
     batch, sounds, counts = share
     loss = (discriminator(batch.clean, batch.clean) - 1).square().sum() / sounds

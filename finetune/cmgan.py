@@ -250,18 +250,16 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
     gate = cmgan_watch.Gate(gated, config.gate_open, config.gate_close, config.gan_ramp)
     if gated and not len(rows):
         raise UserError("--gate needs held-out sounds to judge the discriminator: give --eval-data or --hold-out.")
-    to_device = mover(ranks.device)
     rate = functools.partial(stepped_rate, steps=steps, steps_an_epoch=plan.per_epoch / micro_batches, config=config)
 
     def build(number: int) -> dict:
         epoch, chosen = plan.micro_batch(number)
-        return to_device(crops.batch(chosen, epoch))
+        return mover(ranks.device)(crops.batch(chosen, epoch))
 
     if config.dry_run:
         dry_run(engines, map(build, range(ranks.rank, micro_batches, ranks.world)), labels, rate, config, ranks, steps)
         return engines
-    fingerprint = {"data": crops.pairs.fingerprint(), "trained_rows": len(crops)}
-    run = runs.Run("cmgan", config, ds, ranks, engines, average, fingerprint, steps)
+    run = runs.Run("cmgan", config, ds, ranks, engines, average, {"data": crops.pairs.fingerprint()}, steps)
     extra = {"gate": gate.state(), "history": [], "labels": 0, "missing": 0, "reasons": {}, "best": None} | run.extra
     gate.restore(extra["gate"])
     if run.found and config.replay:
@@ -278,8 +276,8 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
         sounds = sum(len(chosen) for _, chosen in parts)
         weights = torch.tensor([*config.weights[:3], config.w_gan * gate.level], device=ranks.device)
-        stepped = train_step(engines, feed, labels, sounds, weights, step, rate(step), config, ranks)
-        meter, applied, values, missing = stepped
+        done_step = train_step(engines, feed, labels, sounds, weights, step, rate(step), config, ranks)
+        meter, applied, values, missing = done_step
         totals = meter.reduce(ranks)
         done, last = step + 1, step + 1 == steps
         if applied:

@@ -12,3 +12,11 @@ def demo():
     from demo import ensure_demo
 
     return ensure_demo(support.ROOT / "runs" / "demo-assets")
+
+
+@pytest.fixture(scope="session")
+def pairs():
+    """The embedded demo's noisy/clean pairs."""
+    from demo import ensure_demo
+
+    return ensure_demo(support.ROOT / "runs" / "demo-assets-cmgan", "cmgan") / "pairs"

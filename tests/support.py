@@ -109,3 +109,19 @@ def write_tokens(folder: Path, clips: list[dict], split: list[str] | None = None
     facts |= {"codebook_size": 1024, "channels": channels, "layout": "frame-major", "files": files}
     (folder / "dataset.json").write_text(json.dumps(facts | info))
     return folder
+
+
+def write_pairs(folder: Path, rows: list[dict], **info) -> Path:
+    """Noisy/clean pairs from {"id", "noisy", "clean"} (int16) without the project's own writer."""
+    from datasets import Dataset, Features, List, Value
+
+    rows = [row | {"samples": len(row["clean"])} for row in rows]
+    kinds = {"id": Value("string"), "noisy": List(Value("int16")), "clean": List(Value("int16"))}
+    Dataset.from_list(rows, features=Features(kinds | {"samples": Value("int32")})).save_to_disk(str(folder))
+    files = [
+        {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in sorted(folder.glob("*.arrow"))
+    ]
+    facts = {"format": 1, "kind": "pairs", "sample_rate": 16000, "rows": len(rows), "files": files}
+    (folder / "dataset.json").write_text(json.dumps(facts | info))
+    return folder

@@ -46,8 +46,9 @@ def diagnose(config, ranks: Ranks, scorer: Scorer) -> None:
     finite = all(value.isfinite().all() for value in generator.state_dict().values())
     found.add("finite", "every weight and running statistic", bool(finite))
 
-    pairs = open_pairs(data_of(config), signal.RATE, config.verify_data, ranks)
-    rows = np.arange(len(pairs))[: config.eval_files or None]
+    path, held_out = data_of(config)
+    pairs = open_pairs(path, signal.RATE, config.verify_data, ranks)
+    rows = pairs.rows_starting(held_out or [""])[: config.eval_files or None]
     crops = Crops(pairs, rows, config.seconds, config.seed)
     batch = crops.batch(range(min(4, len(crops))))
     check_losses(found, batch)
@@ -77,14 +78,14 @@ def diagnose(config, ranks: Ranks, scorer: Scorer) -> None:
         raise UserError(f"--diagnose {config.diagnose}: {len(found.failed)} checks failed: {', '.join(found.failed)}.")
 
 
-def data_of(config) -> str:
-    """--eval-data, or what the run was evaluated on."""
+def data_of(config) -> tuple[str, list[str]]:
+    """--eval-data, or what the run was evaluated on: a dataset, and how the ids of it start."""
     if config.eval_data:
-        return config.eval_data
+        return config.eval_data, []
     for folder in (Path(config.diagnose), *Path(config.diagnose).parents[:2]):
         if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
             used = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
-            return used["eval_data"] or used["data"]
+            return (used["eval_data"], []) if used["eval_data"] else (used["data"], used["hold_out"])
     raise UserError("--diagnose needs pairs to listen to: give --eval-data.")
 
 

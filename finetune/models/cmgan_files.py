@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import write_json
+from common.checkpoint import allow_list, write_json
 from common.config import UserError
 from common.runs import fresh, replace
 from models import cmgan_signal as signal
@@ -41,9 +41,7 @@ def load_networks(path: str) -> tuple[TSCNet, Discriminator | None]:
 def _engine_file(folder: Path) -> dict[str, torch.Tensor]:
     """What DeepSpeed saved of an engine, without its wrapper's prefix."""
     (file,) = folder.glob("*model_states.pt")
-    from common.checkpoint import _allow_list
-
-    _allow_list()
+    allow_list()
     weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
     return {name.removeprefix("model."): value for name, value in weights.items()}
 

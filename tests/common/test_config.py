@@ -30,7 +30,15 @@ DIA_FLAGS = """
     --over-long-text --max-seconds --over-long --uncond --uncond-scope --channel-weights --eos-weight
     --min-eos-recall --sample-frames
 """
+PAIR_FLAGS = f"""
+    {RUN_FLAGS.replace("--micro-tokens", "")} --test-data --enhance --micro-batch --eval-files --seconds --hold-out
+    --pesq-workers
+"""
 FLAGS = {
+    "cmgan": f"""{PAIR_FLAGS} --diagnose --disc-lr-ratio --schedule --decay-epochs --decay
+        --channels --disc-channels --w-ri --w-mag --w-time --w-gan --noisy-term --no-noisy-term --replay
+        --gate --gate-open --gate-close --gan-ramp --probe --probe-every --max-pesq-invalid --window-seconds
+    """,
     "dia_lora": f"""{RUN_FLAGS} {DIA_FLAGS}
         --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
         --load-in

@@ -1,0 +1,148 @@
+"""CMGAN killed and stopped, and started again: both networks end as if nothing had happened, bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import support
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint
+
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
+# Dropout, average, gate, replay and evaluation are on: each of them is state that a resume could lose.
+JOB = (
+    "--channels 4 --disc-channels 2 --seconds 0.5 --micro-batch 1 --steps 12 --lr 1e-3 --ema 0.9 --hold-out dov "
+    "--eval-files 2 --eval-every 4 --save-every 4 --samples 0 --probe 8 --probe-every 2 --gate on --gate-open 0.01 "
+    "--gate-close 0 --gan-ramp 6 --replay 3 --noisy-term --no-gradient-checkpointing"
+).split()
+
+
+def job(run, pairs) -> list[str]:
+    return ["--ds", str(support.ROOT / "ds_configs/zero2.json"), "--data", str(pairs), *JOB, "--out", str(run)]
+
+
+def run_ranks(run, pairs):
+    return support.run_recipe(*job(run, pairs), recipe="cmgan")
+
+
+@pytest.fixture(scope="module")
+def whole(pairs, tmp_path_factory):
+    """The same run, never interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    return run
+
+
+def assert_same_run(run, whole) -> None:
+    timed = {"step_s", "data_wait_s", "tokens_per_s", "rss_gb", "pesq_wait_s", "path", "checkpoint"}
+    history = [
+        [{k: v for k, v in r.items() if k not in timed} for r in support.metrics(folder) if kept(r)]
+        for folder in (run, whole)
+    ]
+    assert history[0] == history[1]
+    for name in ("generator", "discriminator"):
+        mine, expected = (load_file(folder / "export" / f"{name}.safetensors") for folder in (run, whole))
+        assert set(mine) == set(expected) and all(torch.equal(mine[key], expected[key]) for key in expected)
+    final = [folder / "checkpoints" / "step-00000012" for folder in (run, whole)]
+    checkpoint.allow_list()
+    for name in ("g", "d"):
+        mine, expected = (
+            torch.load(path / name / "mp_rank_00_model_states.pt", weights_only=True)["module"] for path in final
+        )
+        assert all(torch.equal(mine[key], expected[key]) for key in expected)
+    extras = [json.loads((path / "trainer_state.json").read_text())["extra"] for path in final]
+    assert extras[0] == extras[1] and extras[0]["gate"]["level"] > 0 and extras[0]["labels"] == 24
+    stores = [torch.load(path / "rank-00001.pt", weights_only=True)["store"] for path in final]
+    assert len(stores[0]) == 3 and all(
+        torch.equal(a["made"], b["made"]) and a["step"] == b["step"] for a, b in zip(*stores, strict=True)
+    )
+
+
+def kept(record) -> bool:
+    return record.get("event") in (None, "eval", "alarm", "gate", "done")
+
+
+def processes_of(run) -> list[int]:
+    found = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
+    return [int(pid) for pid in found]
+
+
+def assert_no_orphans(run) -> None:
+    """Neither a rank nor one of its PESQ processes, which a fork gives the same command line."""
+    deadline = time.time() + 15
+    while processes_of(run):
+        assert time.time() < deadline, processes_of(run)
+        time.sleep(0.2)
+
+
+def start(run, pairs):
+    return support.start_ranks(support.ROOT / "finetune" / "cmgan.py", job(run, pairs))
+
+
+def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    ranks = start(run, pairs)
+    support.wait_for_step(run, 6)
+    assert len(processes_of(run)) >= 4  # two ranks, each with a scorer
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    ranks[0].kill()
+    support.finish(ranks, timeout=30)
+    assert_no_orphans(run)
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    assert f"going on after step 4 from {run}/checkpoints/step-00000004" in outputs[0]
+    assert_same_run(run, whole)
+
+
+def test_sigterm_to_one_rank_saves_both_networks_and_resumes(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    ranks = start(run, pairs)
+    support.wait_for_step(run, 5)
+    ranks[1].send_signal(signal.SIGTERM)
+    codes, outputs = support.finish(ranks, timeout=60)
+    assert codes == [75, 75], outputs[0][-3000:]
+    assert_no_orphans(run)
+    (stopped,) = [r["step"] for r in support.metrics(run) if r.get("event") == "preempted"]
+    assert 5 <= stopped < 12 and {"g", "d"} <= {
+        path.name for path in (run / "checkpoints" / f"step-{stopped:08d}").iterdir()
+    }
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    assert f"going on after step {stopped}" in outputs[0]
+    assert_same_run(run, whole)
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_the_last_whole_checkpoint(whole, tmp_path):
+    """Files of a save appear one after another; whatever of them is there, it is not chosen before its index entry."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(whole / "checkpoints", folder)
+    entries = checkpoint.read_index(folder)
+    newest, older = entries[-1]["name"], entries[-2]["name"]
+    checkpoint.write_json(folder / "index.json", {"checkpoints": entries[:-1]})
+    os.rename(folder / newest, folder / f".{newest}.tmp")
+    files = sorted(path for path in (folder / f".{newest}.tmp").rglob("*") if path.is_file())
+    assert len(files) > 6
+    from common.runtime import Ranks
+
+    one = Ranks(0, 1, torch.device("cpu"))
+    for file in reversed(files):
+        assert checkpoint.choose("auto", folder, one) == folder / older
+        file.unlink()
+    assert checkpoint.choose("auto", folder, one) == folder / older
+
+
+def test_another_setting_of_the_networks_is_refused(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    words = job(run, pairs)
+    words[words.index("--disc-channels") + 1] = "4"
+    codes, outputs = support.finish(support.start_ranks(support.ROOT / "finetune" / "cmgan.py", words, world=1))
+    assert codes == [2] and "of another run" in outputs[0] and "disc_channels: 2 then, 4 now" in outputs[0]

@@ -4,8 +4,7 @@
     deepspeed finetune/cmgan.py --ds ds_configs/zero2.json --model best_ckpt/ckpt --data pairs/train --hold-out p286 \\
         --lr 1e-4 --schedule cosine --warmup 500 --epochs 10 --out runs/tuned
 
-pairs/train is a dataset of data/pairs.py. The first command starts from nothing; --model takes the published
-generator, an export or a checkpoint of a run. Then:
+pairs/train is of data/pairs.py; --model takes the published generator, an export or a checkpoint of a run. Then:
 
     python finetune/cmgan.py --enhance noisy_wavs --model runs/tuned/export --out enhanced
     python finetune/cmgan.py --diagnose runs/tuned --eval-data pairs/valid
@@ -27,7 +26,6 @@ from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.pair_flags import PairConfig
 from common.runtime import bar_codecs, catch_signals
-from common.scorer import Scorer
 
 # ---- arguments -------------------------------------------------------------------------------------------------
 
@@ -93,6 +91,8 @@ if __name__ == "__main__":  # before the heavy imports: mistakes answer at once,
     catch_signals()
     bar_codecs()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
+    from common.scorer import Scorer
+
     SCORER = Scorer(CONFIG.pesq_workers)
 
 import deepspeed
@@ -107,6 +107,7 @@ from common.pairs import Crops, PairDataset, split_pairs
 from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, memory_gb, run_main, say, start_ranks, stop_requested
+from common.scorer import Scorer
 from common.track import Meter
 from models import cmgan_enhance, cmgan_files, cmgan_watch
 from models import cmgan_signal as signal
@@ -276,8 +277,9 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
         sounds = sum(len(chosen) for _, chosen in parts)
         weights = torch.tensor([*config.weights[:3], config.w_gan * gate.level], device=ranks.device)
-        done_step = train_step(engines, feed, labels, sounds, weights, step, rate(step), config, ranks)
-        meter, applied, values, missing = done_step
+        meter, applied, values, lost = train_step(
+            engines, feed, labels, sounds, weights, step, rate(step), config, ranks
+        )
         totals = meter.reduce(ranks)
         done, last = step + 1, step + 1 == steps
         if applied:
@@ -288,7 +290,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
             run.log(done, meter, totals, sounds * crops.length, signal.TERMS, epoch=epoch, **values)  # token: sample
         else:
             run.skip(done, meter, [name for _, chosen in parts for name in crops.ids(chosen)])
-        count_missing(extra, missing, values["pesq_missing"], sounds, done, run)
+        count_missing(extra, lost, values["pesq_missing"], sounds, done, run)
 
         score = None
         if gate.used and due(config.probe_every, done):

@@ -85,7 +85,9 @@ def test_mutation_an_unfrozen_discriminator_learns_something_else(trained, tmp_p
     first, same, other = (weights(engines, "d") for engines in (honest, again, leaking))
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
-    assert all(torch.equal(a, b) for a, b in zip(weights(honest, "g").values(), weights(leaking, "g").values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights(honest, "g").values(), weights(leaking, "g").values(), strict=True)
+    )
 
 
 def test_a_loss_with_another_target_does_not_even_start(trained, monkeypatch):

@@ -163,7 +163,7 @@ def compute_loss(model, batch, discriminator):
     return terms.sum(), torch.stack([terms.detach().sum(1), counts]), estimate.detach()
 
 
-def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, rate: float, config: Config, ranks):
+def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, rate, config: Config, ranks):
     """One optimizer step of both networks; returns the meter, what was applied, and what to log.
 
     Every rank takes the same path whatever its data: missing labels are zeros in a mask, never a branch.
@@ -184,7 +184,7 @@ def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, r
             redraws += batch["redraws"]
             if turn + 1 < config.accumulation:
                 g.step()  # only counts the micro-batch
-        engine.set_learning_rate(g, rate)
+        engine.set_learning_rate(g, rate(step))
         applied, norm = engine.take_step(g)
     settle_statistics(g.module.model, ranks, applied)
 
@@ -201,7 +201,7 @@ def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, r
         loss_d += loss.item()
         if turn + 1 < config.accumulation:
             d.step()
-    engine.set_learning_rate(d, rate * config.disc_lr_ratio)
+    engine.set_learning_rate(d, rate(step) * config.disc_lr_ratio)
     applied_d, norm_d = engine.take_step(d)
     d.module.model.iterate()
     values = {"grad_norm": norm, "grad_norm_d": norm_d, "loss_d": float(all_sum([loss_d], ranks)[0])}
@@ -277,9 +277,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
         sounds = sum(len(chosen) for _, chosen in parts)
         weights = torch.tensor([*config.weights[:3], config.w_gan * gate.level], device=ranks.device)
-        meter, applied, values, lost = train_step(
-            engines, feed, labels, sounds, weights, step, rate(step), config, ranks
-        )
+        meter, applied, values, lost = train_step(engines, feed, labels, sounds, weights, step, rate, config, ranks)
         totals = meter.reduce(ranks)
         done, last = step + 1, step + 1 == steps
         if applied:
@@ -325,7 +323,7 @@ def dry_run(engines: dict, feed, labels: Labels, rate, config: Config, ranks: Ra
     weights = torch.tensor(config.weights, device=ranks.device)
     began = time.monotonic()
     sounds = config.micro_batch * config.accumulation * ranks.world
-    _, applied, values, _ = train_step(engines, feed, labels, sounds, weights, 0, rate(0), config, ranks)
+    _, applied, values, _ = train_step(engines, feed, labels, sounds, weights, 0, rate, config, ranks)
     peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
     say(f"dry run: one step {time.monotonic() - began:.1f} s, applied {applied}, norm {values['grad_norm']:.3f}"
         f" and {values['grad_norm_d']:.3f}; peak memory {peak}")  # fmt: skip

@@ -82,7 +82,7 @@ def main() -> None:
             events.clear() if name == "PESQ" else None
             began = time.perf_counter()
             _, _, values, _ = cmgan.train_step(
-                engines, iter([batch]), labels, args.batch, weights, step, 1e-4, config, ranks
+                engines, iter([batch]), labels, args.batch, weights, step, lambda _: 1e-4, config, ranks
             )
             if step:
                 times[name].append(time.perf_counter() - began)

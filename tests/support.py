@@ -125,3 +125,16 @@ def write_pairs(folder: Path, rows: list[dict], **info) -> Path:
     facts = {"format": 1, "kind": "pairs", "sample_rate": 16000, "rows": len(rows), "files": files}
     (folder / "dataset.json").write_text(json.dumps(facts | info))
     return folder
+
+
+def voice(seconds=1.0, noise=0.02, seed=0):
+    """A voice-like buzz with pauses, and the same with noise."""
+    import math
+
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    time = np.arange(int(16000 * seconds)) / 16000
+    voice = sum(np.sin(2 * np.pi * 130 * k * time) / k * math.exp(-((130 * k - 700) ** 2) / 8e5) for k in range(1, 40))
+    clean = 0.2 * voice * (0.5 + 0.5 * np.sign(np.sin(2 * np.pi * 2.2 * time))) + 1e-4 * rng.standard_normal(len(time))
+    return clean, clean + noise * rng.standard_normal(len(time))

@@ -44,12 +44,16 @@ def stoi(clean: np.ndarray, estimate: np.ndarray, extended: bool = False) -> flo
 
     from pystoi import stoi as measure
 
+    before = np.random.get_state()
+    np.random.seed(0)  # the extended one adds noise of 1e-16: an evaluation would not give the same numbers twice
     with warnings.catch_warnings():  # a sound with too little speech: it warns and returns 1e-5
         warnings.simplefilter("error", RuntimeWarning)
         try:
             return float(measure(clean, estimate, RATE, extended=extended))
         except RuntimeWarning:
             return float("nan")
+        finally:
+            np.random.set_state(before)
 
 
 def si_sdr(clean: np.ndarray, estimate: np.ndarray) -> float:

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import support
-from test_speech import sounds
+from support import voice as sounds
 
 from common import scorer as scorer_module
 from common.scorer import Scorer, collect, processes_a_rank

@@ -44,12 +44,12 @@ def test_a_seam_is_a_cross_fade():
             self.count += 1
             return spec * self.count**0.3
 
-    wave = np.full(60_000, 0.1, dtype=np.float32) * np.sign(np.sin(np.arange(60_000) * 0.3))
+    wave = np.full(47_000, 0.1, dtype=np.float32) * np.sign(np.sin(np.arange(47_000) * 0.3 + 0.1))
     out = enhance(Levels(), wave, 32_000, "cpu") / wave
-    start = windows(60_000, 32_000)[1]
+    start = windows(47_000, 32_000)[1]
     inside = out[start + 500 : start + FADE - 500]
     assert np.median(out[2000:start]) == pytest.approx(1, abs=0.02)
-    assert np.median(out[start + FADE + 2000 : windows(60_000, 32_000)[2]]) == pytest.approx(2, abs=0.05)
+    assert np.median(out[start + FADE :]) == pytest.approx(2, abs=0.05)
     smooth = np.convolve(inside, np.ones(400) / 400, mode="valid")
     assert (np.diff(smooth[::400]) > 0).all()
 

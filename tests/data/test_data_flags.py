@@ -12,7 +12,7 @@ FLAGS = {
     "encode": "codec codec-weights source format out prompts audio-root text-column captions musiccaps-split "
     "missing-text stereo min-seconds max-seconds max-reject workers shard merge",
     "decode": "codec-weights tensorboard step",
-    "demo": "out",
+    "demo": "out model",
     "check": "listen codec-weights",
     "pairs": "clean noisy noise snr out sample-rate seed min-seconds max-reject workers",
     "pair_speakers": "out min-seconds max-seconds seed allow-no-ref",

@@ -75,14 +75,14 @@ class Config(PairConfig):
 DEMO = {
     "channels": 8,
     "disc_channels": 4,
-    "seconds": 1.0,
-    "micro_batch": 2,
-    "steps": 160,
+    "seconds": 0.6,
+    "micro_batch": 1,
+    "steps": 120,
     "lr": 2e-3,
     "ema": 0.95,
     "hold_out": ["dov"],
     "eval_every": 40,
-    "save_every": 80,
+    "save_every": 60,
     "probe": 24,
     "gradient_checkpointing": False,
 }

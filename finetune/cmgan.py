@@ -310,7 +310,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
     if config.export and extra["best"] is None:
         export(nets, run, {"step": steps})
     if config.test_data:
-        test(config, run, scorer)
+        test(config, run, scorer, steps)
     all_sum([0.0], ranks)  # what all ranks write is on disk
     run.finish(steps)
     if ranks.first:

@@ -91,7 +91,7 @@ def sample(nets: tuple, evaluation: Evaluation, run: Run, step: int) -> None:
     run.tracker.event("sample", step)
 
 
-def test(config, run: Run, scorer: Scorer) -> None:
+def test(config, run: Run, scorer: Scorer, step: int) -> None:
     """The exported model on the test data. Nothing is chosen by it."""
     generator, discriminator = cmgan_files.load_networks(str(run.folder / "export"))
     generator.to(run.ranks.device), discriminator.to(run.ranks.device)
@@ -102,7 +102,7 @@ def test(config, run: Run, scorer: Scorer) -> None:
     values = means(rows)
     if run.ranks.first:
         write_table(run.folder / "evaluations" / "test.csv", rows)
-    run.tracker.event("test", run.config.steps, **values)
+    run.tracker.event("test", step, **values)
     say("test: " + "  ".join(f"{name} {values[name]:.3f}" for name in ("pesq", "csig", "cbak", "covl", "ssnr", "stoi")))
 
 

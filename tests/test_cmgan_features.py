@@ -25,6 +25,7 @@ from models.cmgan import TSCNet
 from models.cmgan_doctor import diagnose
 
 TINY = {**SMALL, "channels": 4, "disc_channels": 2, "accumulation": 1, "steps": 2, "warmup": 0.0}
+TINY |= {"hold_out": ["dov"], "eval_files": 2}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 
 from common import keyed, samples
 from common.config import UserError
+from common.hub import load_pretrained
 from common.loss import IGNORE, codebook_loss, codebook_stats
 from common.plan import Plan
 from common.runs import Run
@@ -578,30 +579,8 @@ def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks
 
 
 def load_dia(path: str, dtype: torch.dtype, quantization=None):
-    """DiaForConditionalGeneration from a hub id or a local folder; a local path never touches the network."""
-    from safetensors import SafetensorError
+    """DiaForConditionalGeneration from a hub id or a local folder."""
     from transformers import DiaConfig, DiaForConditionalGeneration
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    local = Path(path).is_dir()
-    if not local and (Path(path).exists() or path.startswith((".", "/"))):
-        raise UserError(f"--model {path} is not a folder in the Hugging Face format.")
-    try:
-        config = DiaConfig.from_pretrained(path, local_files_only=local)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {path}: no usable config.json ({str(error).splitlines()[0]})") from None
-    if config.model_type != "dia":
-        raise UserError(f"--model {path} is a {config.model_type!r} model, not 'dia'.")
     options = {"quantization_config": quantization} if quantization else {}
-    try:
-        model, info = DiaForConditionalGeneration.from_pretrained(
-            path, dtype=dtype, local_files_only=local, use_safetensors=True, output_loading_info=True, **options
-        )
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--model {path}: {str(error).splitlines()[0]}") from None
-    if info["missing_keys"]:  # they would be random, with no more than a warning
-        raise UserError(
-            f"--model {path} lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}."
-        )
-    return model
+    return load_pretrained(DiaForConditionalGeneration, DiaConfig, path, dtype, **options)

@@ -1,0 +1,33 @@
+"""Models in the Hugging Face format, from a hub id or a local folder; a local path never touches the network."""
+
+from pathlib import Path
+
+from common.config import UserError
+
+
+def load_pretrained(model_class, config_class, path: str, dtype, **options):
+    """The model of exactly this kind, whole: another kind, a missing weight or a pickle is a UserError."""
+    from safetensors import SafetensorError
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    local = Path(path).is_dir()
+    if not local and (Path(path).exists() or path.startswith((".", "/"))):
+        raise UserError(f"--model {path} is not a folder in the Hugging Face format.")
+    try:
+        config = config_class.from_pretrained(path, local_files_only=local)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {path}: no usable config.json ({str(error).splitlines()[0]})") from None
+    if config.model_type != config_class.model_type:
+        raise UserError(f"--model {path} is a {config.model_type!r} model, not {config_class.model_type!r}.")
+    try:
+        model, info = model_class.from_pretrained(
+            path, dtype=dtype, local_files_only=local, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--model {path}: {str(error).splitlines()[0]}") from None
+    if info["missing_keys"]:  # they would be random, with no more than a warning
+        raise UserError(
+            f"--model {path} lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}."
+        )
+    return model

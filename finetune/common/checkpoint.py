@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ SHAPE = {"ranks", "zero_stage", "accumulation"}  # what may change between a run
 
 def allow_list() -> None:
     """The only classes, beside tensors and plain containers, that DeepSpeed's own shards hold."""
+    if "deepspeed" not in sys.modules:
+        return  # a run without it has no shards
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -1,10 +1,11 @@
-"""DeepSpeed wiring: one wrapper module, one engine, and the few things that differ between ZeRO stages."""
+"""DeepSpeed wiring: one wrapper module, one engine, and the few things that differ between ZeRO stages.
+
+DeepSpeed is imported where it is used: common/plain.py runs the same recipes without it.
+"""
 
 from contextlib import contextmanager
 
-import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
 from common.config import RunConfig
@@ -19,6 +20,30 @@ def build_sharded(ds: dict) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     build_sharded.alive = HfDeepSpeedConfig(ds) if stage_of(ds) == 3 else None  # transformers keeps a weak reference
+
+
+@contextmanager
+def gathered(module: nn.Module | list[nn.Parameter], write: bool = False):
+    """Inside, these parameters are whole, on every rank; `write`: what the first rank changes in them stays."""
+    parameters = module.parameters() if isinstance(module, nn.Module) else module
+    parameters = [p for p in parameters if hasattr(p, "ds_id")]  # those that ZeRO-3 shards
+    if not parameters:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if write else None):
+        yield
+
+
+def shard(module: nn.Module, ds: dict) -> nn.Module:
+    """Under ZeRO-3, leaves each rank its share of parameters made outside from_pretrained, with the first rank's
+    values."""
+    if stage_of(ds) == 3:
+        import deepspeed
+
+        deepspeed.zero.Init(module=module, config_dict_or_path=ds)
+    return module
 
 
 class LossModule(nn.Module):
@@ -43,6 +68,8 @@ def start_engine(
     betas: tuple[float, float] = (0.9, 0.95),
 ):
     """The DeepSpeed engine over the model's trainable parameters; see `optim.parameter_groups`."""
+    import deepspeed
+
     groups = parameter_groups(model, config.weight_decay, no_decay, rate_scale)
     optimizer = build_optimizer(groups, config, offloads_optimizer(ds), betas)
     engine, *_ = deepspeed.initialize(model=LossModule(model, compute_loss), optimizer=optimizer, config=ds)
@@ -131,9 +158,11 @@ def full_weights(engine, everything: bool = False, keep: bool = True) -> dict[st
     stage, weights = engine.zero_optimization_stage(), {}
     for name, parameter in engine.module.model.named_parameters():
         if parameter.requires_grad and stage:
+            from deepspeed.utils import safe_get_full_fp32_param
+
             value = safe_get_full_fp32_param(parameter)
         elif parameter.requires_grad or everything:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+            with gathered([parameter]):
                 value = parameter.detach().float().cpu().clone()
         else:
             continue
@@ -144,6 +173,10 @@ def full_weights(engine, everything: bool = False, keep: bool = True) -> dict[st
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The averaged gradient, whole; only between the last backward and the step. Every rank must call it."""
+    if parameter.grad is not None:
+        return parameter.grad
+    from deepspeed.utils import safe_get_full_grad
+
     return safe_get_full_grad(parameter)
 
 

@@ -25,9 +25,9 @@ def mover(device: torch.device) -> Callable[[dict], dict]:
     def move(batch: dict) -> dict:
         if device.type == "cpu":
             return batch
-        return {
-            key: value.pin_memory().to(device, non_blocking=True) if torch.is_tensor(value) else value
-            for key, value in batch.items()
-        }
+        pin = device.type == "cuda"
+        tensors = {key: value for key, value in batch.items() if torch.is_tensor(value)}
+        moved = {key: (t.pin_memory() if pin else t).to(device, non_blocking=pin) for key, t in tensors.items()}
+        return batch | moved
 
     return move

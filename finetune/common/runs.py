@@ -64,10 +64,17 @@ def write_config(folder: Path, recipe: str, config: RunConfig, ds: dict, facts: 
             "config": dataclasses.asdict(config),
             "ds_config": ds,
             **facts,
-            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "versions": {name: _version(name) for name in PACKAGES},
             "git_commit": _git_commit(),
         },
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _git_commit() -> str:

@@ -183,8 +183,9 @@ def all_sum(values, ranks: Ranks):
     import torch
     import torch.distributed as dist
 
-    vector = torch.as_tensor(values, dtype=torch.float64, device=ranks.device).clone()
+    vector = torch.as_tensor(values, dtype=torch.float64).clone()
     if ranks.world > 1:
+        vector = vector.to(ranks.device)
         dist.all_reduce(vector)
     return vector.cpu().numpy()
 
@@ -215,6 +216,14 @@ def on_first(work, ranks: Ranks):
 
 def memory_gb(ranks: Ranks) -> dict:
     """Peak memory of this process: on the card, or resident on a CPU machine."""
+    if ranks.device.type == "mps":
+        import torch
+
+        return {"vram_gb": round(torch.mps.driver_allocated_memory() / 2**30, 3)}
+    if ranks.device.type == "cuda":
+        import torch
+
+        return {"vram_gb": round(torch.cuda.max_memory_allocated() / 2**30, 3)}
     if ranks.device.type != "cpu":
         from deepspeed.accelerator import get_accelerator
 

@@ -39,7 +39,7 @@ class Meter:
         """`stats`: loss sums and target counts, (2, codebooks)."""
         self.losses.append(loss_sum.detach())
         self.ids.append(batch["ids"])
-        self.stats = self.stats + stats.double()
+        self.stats = self.stats + (stats if stats.device.type == "mps" else stats.double())  # MPS has no float64
         self.padded += batch["positions"]
 
     def reduce(self, ranks: Ranks) -> Totals:

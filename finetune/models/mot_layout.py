@@ -1,0 +1,125 @@
+"""How codes become ids and positions, and back. Needs numpy only.
+
+Shapes: T codec frames, C codebooks, P positions of the music part. `codes` are (T, C), as token datasets hold them.
+
+    flat    A_BOS c0_t0 c1_t0 ... cC_t0 c0_t1 ... [A_EOS]    one code a position, P = 1 + C T
+    delay   one position a frame, codebook k shifted by k    C codes a position,  P = T + C - 1
+
+A_EOS is a label only, and only where the window reaches the true end of a clip.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.config import UserError
+from common.loss import IGNORE
+
+
+@dataclass(frozen=True)
+class Layout:
+    vocab: int  # Llama's own ids lie below; everything from here on is music
+    codebooks: int = 4
+    size: int = 2048  # codes a codebook
+    ids: str = "offset"  # offset: every codebook has its own ids; shared: all use the same
+    order: str = "flat"
+
+    @property
+    def code_ids(self) -> int:
+        return self.size * (self.codebooks if self.ids == "offset" else 1)
+
+    @property
+    def bos(self) -> int:
+        return self.vocab + self.code_ids
+
+    @property
+    def eos(self) -> int:
+        return self.bos + 1
+
+    @property
+    def rows(self) -> int:
+        """Ids beyond Llama's: codes, A_BOS, A_EOS."""
+        return self.code_ids + 2
+
+    @property
+    def channels(self) -> int:
+        """Codes a position takes in."""
+        return 1 if self.order == "flat" else self.codebooks
+
+    def first(self, codebook):
+        """Id of code 0."""
+        return self.vocab + self.size * codebook * (self.ids == "offset")
+
+    def positions(self, frames):
+        return 1 + self.codebooks * frames if self.order == "flat" else frames + self.codebooks - 1
+
+    def frames_in(self, positions):
+        """Most frames of a whole clip that fit."""
+        return (positions - 1) // self.codebooks if self.order == "flat" else positions - self.codebooks + 1
+
+    def targets(self, frames, final: bool) -> np.ndarray:
+        """Number of labels a codebook, from the length alone."""
+        if self.order == "delay" and not final:
+            return np.maximum(0, frames - np.arange(self.codebooks))
+        return frames + np.eye(1, self.codebooks, dtype=int)[0] * final
+
+
+def code_ids(codes_tc: np.ndarray, layout: Layout) -> np.ndarray:
+    """Ids (T, C). A code out of range would silently be another codebook's, or a special id: an error, no clamp."""
+    codes = np.asarray(codes_tc, dtype=np.int64)
+    if codes.ndim != 2 or codes.shape[1] != layout.codebooks:
+        raise UserError(f"codes of shape {codes.shape} are not (frames, {layout.codebooks}).")
+    if codes.size and (codes.min() < 0 or codes.max() >= layout.size):
+        bad = codes.min() if codes.min() < 0 else codes.max()
+        raise UserError(f"code {bad} is outside 0..{layout.size - 1}.")
+    return codes + layout.first(np.arange(layout.codebooks))
+
+
+def flatten(codes_tc: np.ndarray, layout: Layout) -> np.ndarray:
+    """Ids in the order of the sequence: all codebooks of frame 0, then of frame 1, ..."""
+    return code_ids(codes_tc, layout).reshape(-1)
+
+
+def unflatten(ids: np.ndarray, layout: Layout) -> np.ndarray:
+    """Codes (T, C) out of a flat stream of code ids; an id that is not its codebook's is an error."""
+    ids = np.asarray(ids, dtype=np.int64)
+    if len(ids) % layout.codebooks:
+        raise UserError(f"{len(ids)} ids are not whole frames of {layout.codebooks} codebooks.")
+    codes = ids.reshape(-1, layout.codebooks) - layout.first(np.arange(layout.codebooks))
+    wrong = np.argwhere((codes < 0) | (codes >= layout.size))
+    if len(wrong):
+        frame, codebook = wrong[0]
+        raise UserError(
+            f"id {ids.reshape(codes.shape)[frame, codebook]} at frame {frame} is no code of codebook {codebook}."
+        )
+    return codes
+
+
+def music(codes_tc: np.ndarray, layout: Layout, final: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Input ids (P, channels), their codebook (P, channels; C stands for A_BOS and A_EOS) and labels (P, C).
+
+    The label of a position is what comes next: this is the only shift. A position knows the codebook that it
+    predicts by its column in the labels.
+    """
+    frames, c = len(codes_tc), layout.codebooks
+    ids = code_ids(codes_tc, layout)
+    if layout.order == "flat":
+        inputs = np.concatenate([[layout.bos], ids.reshape(-1)])
+        place = np.arange(len(inputs))
+        codebook = np.where(place == 0, c, (place - 1) % c)
+        labels = np.full((len(inputs), c), IGNORE, dtype=np.int64)
+        labels[place[:-1], place[:-1] % c] = inputs[1:]
+        if final:
+            labels[-1, 0] = layout.eos
+        return inputs[:, None], codebook[:, None], labels
+    stream = np.full((frames + c, c), layout.eos, dtype=np.int64)
+    for k in range(c):
+        stream[: k + 1, k] = layout.bos
+        stream[k + 1 : k + 1 + frames, k] = ids[:, k]
+    count = layout.positions(frames) if final else frames
+    inputs, labels = stream[:count], stream[1 : count + 1].copy()
+    labels[(labels == layout.bos) | (labels == layout.eos)] = IGNORE
+    if final:
+        labels[frames, 0] = layout.eos
+    codebook = np.where(inputs < layout.bos, np.arange(c), c)
+    return inputs, codebook, labels

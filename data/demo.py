@@ -3,6 +3,7 @@
     python data/demo.py --out demo
     python data/demo.py --out demo-higgs --model higgs      the same for Higgs, see demo_higgs.py
     python data/demo.py --out demo-cmgan --model cmgan      noisy/clean pairs, see demo_cmgan.py
+    python data/demo.py --out demo-mot --model mot          the same for Llama MoT, see demo_mot.py
 
     demo/audio/<split>/*.wav, *.txt   syllables whose sound follows their letters, spoken by several voices
     demo/codec                        a DAC of the real architecture, tiny
@@ -27,7 +28,7 @@ from usage import UsageError, run
 SEED = 20240613
 RATE, HOP = 44100, 512
 # model -> module whose build_parts(folder, final) makes its assets
-BUILDERS = {"dia": "demo", "higgs": "demo_higgs", "cmgan": "demo_cmgan"}
+BUILDERS = {"dia": "demo", "higgs": "demo_higgs", "cmgan": "demo_cmgan", "mot": "demo_mot"}
 CLIPS = {"train": 64, "eval": 8}
 WORDS = "bada gumi lono sike tafu relu dimo nusa kobe falu gire mota".split()
 

@@ -1,5 +1,7 @@
 """The gate that a run passes in its first optimizer steps: what is meant to train has a gradient, and moves."""
 
+import torch
+
 from common.config import UserError
 from common.engine import full_gradient, full_weights, trainable
 
@@ -55,3 +57,13 @@ def dead_parameters(engine) -> list[str]:
         if gradient is None or not bool(gradient.any()):
             dead.append(name)
     return dead
+
+
+def refuse_state(model) -> None:
+    """Refuses a module that keeps a tensor with its graph from one step to the next, such as a cache of keys: the
+    second backward would run through the first step's graph, or, detached, past it."""
+    for name, module in model.named_modules():
+        kept = vars(module) | vars(module).get("_buffers", {})
+        for key, value in kept.items():
+            if torch.is_tensor(value) and value.grad_fn is not None:
+                raise RuntimeError(f"{name or type(module).__name__}.{key} keeps its graph after the step")

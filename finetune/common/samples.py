@@ -34,6 +34,20 @@ def take_samples(prompts: list[dict], speak, folder: Path, ranks: Ranks, all_ran
     return write_all(folder, mine, spoken)
 
 
+def make_and_decode(
+    prompts: list[dict], speak, recorded, codec: str | None, run: Path, step: int, ranks: Ranks, all_ranks_must_join: bool
+) -> list:
+    """Samples of one step and, once a run, `recorded(prompt)` (the codec's ceiling); returns the decoders it started."""
+    board = run / "tensorboard"
+    files = take_samples(prompts, speak, run / "samples" / f"step-{step:08d}", ranks, all_ranks_must_join)
+    decoders = [start_decoder(files, codec, board, step)]
+    truth = run / "samples" / "recorded"
+    if ranks.first and not truth.exists():
+        files = write_all(truth, prompts, [(recorded(prompt), {}) for prompt in prompts])
+        decoders.append(start_decoder(files, codec, board, 0))
+    return decoders
+
+
 def write_all(folder: Path, prompts: list[dict], spoken: list) -> list[Path]:
     """Codes and facts of each prompt on disk; a disk that refuses them is a warning."""
     try:

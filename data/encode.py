@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from finished import Done, Finished, Job, clips_key, is_current, load_finished, save_part, unfinished
-from sources import LABELS, READERS, Clip, Options, find_clips
+from sources import LABELS, READERS, Clip, Options, count_wanted, find_clips
 from usage import UsageError, run
 from worker import run_workers
 
@@ -110,6 +110,7 @@ def main() -> int:
         workers=args.workers or default_workers(clips),
         shard=args.shard,
         merge=args.merge,
+        wanted=count_wanted(args.format, options, clips),
     )
 
 
@@ -130,8 +131,12 @@ def encode_dataset(
     workers: int = 1,
     shard: tuple[int, int] | None = None,
     merge: bool = False,
+    wanted: int | None = None,
 ) -> int:
-    """Encode what is not yet encoded, then write the dataset; 0, or 1 when too many clips were rejected."""
+    """Encode what is not yet encoded, then write the dataset; 0, or 1 when too many clips were rejected.
+
+    `wanted`: how many clips the source lists, if more than it has.
+    """
     import store
 
     job = make_job(clips, codec, weights, stereo, min_seconds, max_seconds)
@@ -160,7 +165,7 @@ def encode_dataset(
         elif is_current(out, clips, done, job):
             print(f"nothing to do: {out} holds these {len(clips)} clips with these settings (cache hit)")
         else:
-            write_tokens(clips, done, job, weights, work, out)
+            write_tokens(clips, done, job, weights, work, out, wanted or len(clips))
         if not shard:
             shutil.rmtree(work, ignore_errors=True)
     return verdict(clips, done, max_reject)
@@ -235,7 +240,9 @@ def encode_missing(
 # ---------------------------------------------------------------- writing
 
 
-def write_tokens(clips: list[Clip], done: Done, job: Job, weights: str | None, work: Path, out: Path) -> None:
+def write_tokens(
+    clips: list[Clip], done: Done, job: Job, weights: str | None, work: Path, out: Path, wanted: int
+) -> None:
     import codec as codecs
     import store
 
@@ -265,6 +272,7 @@ def write_tokens(clips: list[Clip], done: Done, job: Job, weights: str | None, w
         "channels": format["codebooks"] * (2 if job.stereo else 1),
         "layout": "frame-major",
         "rows": sum(entry["rows"] for entry in files),
+        "wanted": wanted,  # what training measures the coverage by
         "frames": sum(entry["frames"] for entry in files),
         "settings": job.settings(),
         "versions": store.versions("torch", "torchaudio", "transformers", "datasets", "soundfile"),

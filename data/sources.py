@@ -74,6 +74,11 @@ def find_clips(
     return sorted(apply_missing_text(clips, missing_text), key=lambda clip: clip.id)
 
 
+def count_wanted(format: str, options: Options, clips: list[Clip]) -> int:
+    """How many clips the source lists: a folder of codes that somebody began to fill lists them in its captions."""
+    return max(len(clips), len(list(musiccaps_rows(options.captions)))) if format == "legacy-npy" else len(clips)
+
+
 # ---------------------------------------------------------------- audio formats
 
 

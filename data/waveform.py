@@ -65,7 +65,7 @@ def prepare(wave: np.ndarray, rate: int, target_rate: int, stereo: bool, min_sec
     return torchaudio.functional.resample(torch.from_numpy(np.ascontiguousarray(wave)), rate, target_rate)
 
 
-def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool) -> np.ndarray:
+def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool, name: str = "") -> np.ndarray:
     """(T, C) int16 out of an .npy file of [C, T] or a .pt file of (T, C), as earlier trainers wrote them.
 
     Never by unpickling, never clamped: a code out of range is damage that clamping would hide.
@@ -76,8 +76,11 @@ def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool) ->
     while codes.ndim > 2 and codes.shape[0] == 1:  # a plain squeeze would also remove T = 1
         codes = codes[0]
     counts = (codebooks, 2 * codebooks)
-    if codes.ndim == 2 and data[:6] == b"\x93NUMPY" and codes.shape[0] in counts:
-        codes = codes.T
+    if codes.ndim == 2 and data[:6] == b"\x93NUMPY":
+        if codes.shape[0] in counts:
+            codes = codes.T
+        elif codes.shape[1] in counts:
+            print(f"warning: {name} holds {codes.shape}, taken for (frames, codebooks)", flush=True)
     if codes.ndim != 2 or codes.shape[1] not in counts:
         raise Reject(f"codes of shape {codes.shape} do not fit {codebooks} codebooks")
     if not stereo and codes.shape[1] != codebooks:

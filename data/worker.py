@@ -131,7 +131,7 @@ def codes_of(clip: Clip, data: bytes, job: Job):
         from codec import PUBLISHED, describe
 
         format = describe(Path(job.path)) if job.path else PUBLISHED[job.codec]
-        codes = read_codes(data, format["codebooks"], format["codebook_size"], job.stereo)
+        codes = read_codes(data, format["codebooks"], format["codebook_size"], job.stereo, clip.id)
         return codes, len(codes) * format["hop"] / format["sample_rate"]
     wave, rate = read_samples(data, clip.start, clip.end)
     codec = codec_of_worker()

@@ -20,3 +20,10 @@ def pairs():
     from demo import ensure_demo
 
     return ensure_demo(support.ROOT / "runs" / "demo-assets-cmgan", "cmgan") / "pairs"
+
+
+def demo_mot():
+    """The same for Llama MoT."""
+    from demo import ensure_demo
+
+    return ensure_demo(support.ROOT / "runs" / "demo-assets-mot", "mot")

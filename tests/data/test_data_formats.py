@@ -120,6 +120,44 @@ def test_legacy_npy(encode, tmp_path, lead):
     assert (info["sample_rate"], info["hop"], info["codebooks"], info["codebook_size"]) == (32000, 640, 4, 2048)
 
 
+@pytest.mark.parametrize("frames", [1, 3, 500])
+def test_legacy_npy_with_frames_first_is_taken_with_a_warning(script, tmp_path, frames):
+    codes = np.random.default_rng(0).integers(0, 2048, (frames, 4))
+    (tmp_path / "npy").mkdir()
+    np.save(tmp_path / "npy/abc.npy", codes)
+    write_musiccaps(tmp_path / "caps.csv", ("abc", 0, 10, "drums", "False", "False"))
+    arguments = ["--source", tmp_path / "npy", "--format", "legacy-npy", "--captions", tmp_path / "caps.csv"]
+    code, out, _ = script("encode", "--codec", "encodec", *arguments, "--out", tmp_path / "tokens")
+    assert code == 0 and f"warning: abc holds ({frames}, 4)" in out
+    assert np.array_equal(rows(tmp_path / "tokens")["abc"]["codes"], codes.reshape(-1))
+
+
+@pytest.mark.parametrize("name", ["pre_encoded_metadata.json", "metadata.json", None])
+@pytest.mark.parametrize("kind", ["relative", "absolute", "moved", "object"])
+def test_legacy_metadata_under_both_names_and_after_a_move(encode, tmp_path, name, kind):
+    codes = np.random.default_rng(0).integers(0, 2048, (4, 3))
+    folder = tmp_path / "npy"
+    (folder / "codes").mkdir(parents=True)
+    file = folder / "codes" / "abc.npy" if kind != "moved" else folder / "abc.npy"
+    np.save(file, codes)
+    path = {"relative": "codes/abc.npy", "absolute": str(file), "moved": "/home/other/abc.npy", "object": "codes/abc.npy"}
+    entry = {"encoded_file": path[kind], "seq_len": 3} if kind == "object" else path[kind]
+    if name:
+        (folder / name).write_text(json.dumps({"abc": entry}))
+    write_musiccaps(tmp_path / "caps.csv", ("abc", 0, 10, "drums", "False", "False"))
+    found = encode(folder, "legacy-npy", "--captions", tmp_path / "caps.csv", weights=False, codec="encodec")
+    assert np.array_equal(found["abc"]["codes"], codes.T.reshape(-1))
+
+
+def test_dataset_says_how_much_of_its_source_it_holds(encode, tmp_path):
+    (tmp_path / "npy").mkdir()
+    np.save(tmp_path / "npy/a.npy", np.zeros((4, 3), int))
+    write_musiccaps(tmp_path / "caps.csv", *((name, 0, 10, "drums", "False", "False") for name in "abcdefg"))
+    encode(tmp_path / "npy", "legacy-npy", "--captions", tmp_path / "caps.csv", weights=False, codec="encodec")
+    info = json.loads((tmp_path / "tokens/dataset.json").read_text())
+    assert (info["rows"], info["wanted"]) == (1, 7)
+
+
 def test_legacy_codes_out_of_range_are_rejected_not_clamped(encode, tmp_path):
     (tmp_path / "npy").mkdir()
     np.save(tmp_path / "npy/good.npy", np.zeros((4, 3), int))

@@ -1,12 +1,12 @@
 """The demo of Llama MoT: a small corpus in the layout of MusicCaps, and tiny models of the real architectures.
 
-    python data/demo.py --out demo-mot --model mot
+python data/demo.py --out demo-mot --model mot
 
-    demo-mot/audio/musiccaps.csv, *.wav   captions, and music that follows from them
-    demo-mot/codec                        MusicGen's EnCodec (32 kHz, 50 frames/s, 4 codebooks of 2048), tiny
-    demo-mot/musicgen                     a MusicGen, tiny: the donor of the experts
-    demo-mot/llama                        a Llama with llama3 rotary scaling and a SentencePiece tokenizer, tiny
-    demo-mot/tokens                       the corpus through data/encode.py; the column `split` holds rows out
+demo-mot/audio/musiccaps.csv, *.wav   captions, and music that follows from them
+demo-mot/codec                        MusicGen's EnCodec (32 kHz, 50 frames/s, 4 codebooks of 2048), tiny
+demo-mot/musicgen                     a MusicGen, tiny: the donor of the experts
+demo-mot/llama                        a Llama with llama3 rotary scaling and a SentencePiece tokenizer, tiny
+demo-mot/tokens                       the corpus through data/encode.py; the column `split` holds rows out
 """
 
 import csv
@@ -92,9 +92,7 @@ def play(instrument: str, melody: str, register: str, tempo: str):
     tones = []
     for step in MELODIES[melody]:
         base = 50 * (REGISTERS[register] + 2 * step)
-        period = sum(
-            loud * np.sin(2 * np.pi * base * (n + 1) * time) for n, loud in enumerate(INSTRUMENTS[instrument])
-        )
+        period = sum(loud * np.sin(2 * np.pi * base * (n + 1) * time) for n, loud in enumerate(INSTRUMENTS[instrument]))
         tones.append(np.tile(period / np.abs(period).max(), frames))
     return 0.5 * np.concatenate(tones)
 

@@ -27,7 +27,9 @@ from common.runtime import bar_codecs, catch_signals
 @dataclass
 class Config(RunConfig):
     deepspeed: bool = flag(True, "--no-deepspeed: one process, fp32, any device", group="run")
-    min_coverage: float = flag(0.9, "share of the source's clips that the dataset must hold", group="run", low=0, high=1)
+    min_coverage: float = flag(
+        0.9, "share of the source's clips that the dataset must hold", group="run", low=0, high=1
+    )
 
     musicgen: str = flag("", "MusicGen whose feed-forward blocks the experts start from: folder or hub id")
     experts: Literal["musicgen", "musicgen_absorbed", "llama", "random"] = flag("musicgen", "where the experts start")
@@ -39,7 +41,9 @@ class Config(RunConfig):
 
     ids: Literal["offset", "shared"] = flag("offset", "own ids a codebook, or one range for all (legacy)")
     layout: Literal["flat", "delay"] = flag("flat", "a code a position, or a frame a position (4 x shorter)")
-    profile: Literal["default", "legacy"] = flag("default", "lengths: whole captions and clips, or 1024 with ids shared")
+    profile: Literal["default", "legacy"] = flag(
+        "default", "lengths: whole captions and clips, or 1024 with ids shared"
+    )
     max_seq: int = flag(0, "positions of a sequence, at most; 0 = the profile's", low=0)
     max_text: int = flag(0, "ids of a caption with BOS, at most; 0 = the profile's", low=0)
     max_audio: int = flag(0, "codes of the music, at most; 0 = the profile's", low=0)
@@ -214,7 +218,11 @@ def train(config: Config, ranks: Ranks, ds: dict):
 
     # engine and resume
     loss_of = functools.partial(compute_loss, clips=clips)
-    start = functools.partial(engine.start_engine, ds=ds) if config.deepspeed else functools.partial(plain.start_engine, ranks=ranks)
+    start = (
+        functools.partial(engine.start_engine, ds=ds)
+        if config.deepspeed
+        else functools.partial(plain.start_engine, ranks=ranks)
+    )
     rates = functools.partial(rate_scale, factor=config.copied_lr)
     ds_engine = start(model, loss_of, config, no_decay=("embed", "norm", "gate"), rate_scale=rates)
     assert model.llama.model.rotary_emb.inv_freq.dtype == torch.float32, "bf16 angles are wrong by radians"

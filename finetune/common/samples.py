@@ -35,7 +35,14 @@ def take_samples(prompts: list[dict], speak, folder: Path, ranks: Ranks, all_ran
 
 
 def make_and_decode(
-    prompts: list[dict], speak, recorded, codec: str | None, run: Path, step: int, ranks: Ranks, all_ranks_must_join: bool
+    prompts: list[dict],
+    speak,
+    recorded,
+    codec: str | None,
+    run: Path,
+    step: int,
+    ranks: Ranks,
+    all_ranks_must_join: bool,
 ) -> list:
     """Samples of one step and, once a run, `recorded(prompt)` (the codec's ceiling); returns the decoders it started."""
     board = run / "tensorboard"

@@ -163,7 +163,9 @@ def fill_legacy(model: MoTLlama, file: Path) -> None:
         else:
             raise UserError(f"--adapter {file} holds {name}, which this model has no place for.")
         if target not in adapter:
-            raise UserError(f"--adapter {file}: {name} has no place: the experts need projections (--experts musicgen).")
+            raise UserError(
+                f"--adapter {file}: {name} has no place: the experts need projections (--experts musicgen)."
+            )
         parameter = adapter[target]
         with gathered([parameter], write=True), torch.no_grad():
             place = parameter[: model.layout.size] if target == "head.weight" else parameter

@@ -94,7 +94,9 @@ class Donor:
                 )
         for name in ("fc1.bias", "fc2.bias"):
             if f"{self.prefix}{layer}.{name}" in self.where:
-                raise UserError(f"--musicgen {self.path} has a {name}, which MusicGen's blocks do not: it would be lost.")
+                raise UserError(
+                    f"--musicgen {self.path} has a {name}, which MusicGen's blocks do not: it would be lost."
+                )
         return found
 
 

@@ -140,7 +140,12 @@ def test_legacy_metadata_under_both_names_and_after_a_move(encode, tmp_path, nam
     (folder / "codes").mkdir(parents=True)
     file = folder / "codes" / "abc.npy" if kind != "moved" else folder / "abc.npy"
     np.save(file, codes)
-    path = {"relative": "codes/abc.npy", "absolute": str(file), "moved": "/home/other/abc.npy", "object": "codes/abc.npy"}
+    path = {
+        "relative": "codes/abc.npy",
+        "absolute": str(file),
+        "moved": "/home/other/abc.npy",
+        "object": "codes/abc.npy",
+    }
     entry = {"encoded_file": path[kind], "seq_len": 3} if kind == "object" else path[kind]
     if name:
         (folder / name).write_text(json.dumps({"abc": entry}))

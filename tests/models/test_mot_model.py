@@ -6,46 +6,27 @@ import math
 import numpy as np
 import pytest
 import torch
+from mot_support import batch_of, build, loss_of
 from torch.nn import functional as F
 
 from common import health
 from common.loss import IGNORE
 from models import mot
-from models.mot_build import Donor, build_mot, calibrate, choose_parts, expert_of, load_llama
+from models.mot_build import calibrate, load_llama
 from models.mot_clips import pad
-from models.mot_layout import Layout, music
-
-DS = {"zero_optimization": {"stage": 0}}
-
-
-@pytest.fixture(scope="module")
-def donor(demo_mot):
-    return Donor(str(demo_mot / "musicgen"))
+from models.mot_layout import music
 
 
 @pytest.fixture
-def make(demo_mot, donor):
-    """make(kind, untie, ...) -> a fresh MoTLlama on the demo's tiny Llama."""
+def make(demo_mot):
+    """make(kind, untie, ...) -> a fresh, calibrated MoTLlama."""
 
-    def call(kind="musicgen", untie="ffn", gate="scalar", full=False, calibrated=True, **layout):
-        llama = load_llama(str(demo_mot / "llama"), torch.float32)
-        layout = Layout(llama.config.vocab_size, **layout)
-        expert = expert_of(kind, gate, llama.config, donor)
-        model = build_mot(llama, layout, expert, untie, full, donor, seed=3, ds=DS)
-        choose_parts(model, ["all"])
-        if calibrated:
-            calibrate(model, batch_of(model, [12]), zero=False)
+    def call(*words, **more):
+        model = build(demo_mot, *words, seed=3, **more)
+        calibrate(model, batch_of(model, [12]), zero=False)
         return model
 
     return call
-
-
-def batch_of(model, frames, texts=None, seed=0, final=True):
-    """Random clips of so many frames with random captions."""
-    draw = np.random.default_rng(seed)
-    texts = texts or [draw.integers(5, 150, 7 + 3 * i) for i in range(len(frames))]
-    rows = [(t, *music(draw.integers(0, 2048, (n, 4)), model.layout, final)) for n, t in zip(frames, texts, strict=True)]
-    return pad(rows, model.layout)
 
 
 def text_batch(model, ids):
@@ -54,10 +35,6 @@ def text_batch(model, ids):
     labels = torch.full((*ids.shape, 4), IGNORE)
     ids = ids[..., None].expand(shape)
     return {"input_ids": ids, "codebooks": torch.zeros_like(ids), "mask": torch.ones(shape[:2]), "labels": labels}
-
-
-def loss_of(model, batch):
-    return mot.mot_loss(model, batch, torch.ones(4))
 
 
 def train(model, batches, steps=3, lr=1e-2, weight_decay=0.0):
@@ -69,7 +46,7 @@ def train(model, batches, steps=3, lr=1e-2, weight_decay=0.0):
         (total / stats[1].sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(total / stats[1].sum()))
+        losses.append(float(total.detach() / stats[1].sum()))
     return losses
 
 
@@ -182,7 +159,9 @@ def test_loss_and_gradients_equal_both_experts_and_a_mask(make, order, untie):
     expected = reference_loss(model, batch)
     expected_gradients = gradients(model, expected)
     found, stats = loss_of(model, batch)
-    assert float(found) == pytest.approx(float(expected), rel=1e-6) and float(stats[0].sum()) == pytest.approx(float(found))
+    assert float(found) == pytest.approx(float(expected), rel=1e-6) and float(stats[0].sum()) == pytest.approx(
+        float(found)
+    )
     for name, value in gradients(model, found).items():
         scale = expected_gradients[name].abs().max()
         assert float((value - expected_gradients[name]).abs().max()) <= 1e-4 * float(scale) + 1e-6, name

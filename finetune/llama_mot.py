@@ -218,13 +218,11 @@ def train(config: Config, ranks: Ranks, ds: dict):
 
     # engine and resume
     loss_of = functools.partial(compute_loss, clips=clips)
-    start = (
-        functools.partial(engine.start_engine, ds=ds)
-        if config.deepspeed
-        else functools.partial(plain.start_engine, ranks=ranks)
-    )
-    rates = functools.partial(rate_scale, factor=config.copied_lr)
-    ds_engine = start(model, loss_of, config, no_decay=("embed", "norm", "gate"), rate_scale=rates)
+    groups = {"no_decay": ("embed", "norm", "gate"), "rate_scale": functools.partial(rate_scale, config=config)}
+    if config.deepspeed:
+        ds_engine = engine.start_engine(model, loss_of, config, ds, **groups)
+    else:
+        ds_engine = plain.start_engine(model, loss_of, config, ranks, **groups)
     assert model.llama.model.rotary_emb.inv_freq.dtype == torch.float32, "bf16 angles are wrong by radians"
     average = engine.Average(ds_engine, config.ema)
     to_device = mover(ranks.device)
@@ -306,8 +304,8 @@ def train(config: Config, ranks: Ranks, ds: dict):
     return ds_engine
 
 
-def rate_scale(name: str, factor: float) -> float:
-    return factor if mot_build.copied_part(name) else 1.0
+def rate_scale(name: str, config: Config) -> float:
+    return config.copied_lr if mot_build.copied_part(name) else 1.0
 
 
 def due(every: int, done: int) -> bool:

@@ -44,7 +44,7 @@ def make_and_decode(
     ranks: Ranks,
     all_ranks_must_join: bool,
 ) -> list:
-    """Samples of one step and, once a run, `recorded(prompt)` (the codec's ceiling); returns the decoders it started."""
+    """Samples of one step and, once a run, `recorded(prompt)` (the codec's ceiling); the decoders it started."""
     board = run / "tensorboard"
     files = take_samples(prompts, speak, run / "samples" / f"step-{step:08d}", ranks, all_ranks_must_join)
     decoders = [start_decoder(files, codec, board, step)]

@@ -203,8 +203,8 @@ def sample(model: MoTLlama, clips: Clips, folder: Path, step: int, ranks: Ranks,
             truth = clips.tokens.codes(clips.kept[prompt["index"]])
             shared = min(len(codes), len(truth))
             same = float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0
-            facts.append({"seconds": len(codes) / rate, "ended_by_eos": ended, **collapse(codes), "seed": seed, **sampling,
-                          "codes_as_recorded": same})  # fmt: skip
+            fact = {"seconds": len(codes) / rate, "ended_by_eos": ended, "codes_as_recorded": same}
+            facts.append(fact | collapse(codes) | {"seed": seed} | sampling)
             if len(codes) > 10 and facts[-1]["repeats"] > 0.9:
                 print(f"warning: sample {prompt['name']} repeats one frame: the model has collapsed", flush=True)
         return [(codes, fact) for (codes, _), fact in zip(made, facts, strict=True)]

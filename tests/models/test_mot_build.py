@@ -74,7 +74,7 @@ def test_projections_are_orthonormal_and_keep_the_loudness(demo_mot):
     assert torch.allclose(inward @ inward.T, torch.eye(48), atol=1e-5)
     assert torch.allclose(outward.T @ outward, torch.eye(48) * 64 / 48, atol=1e-5)
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
-    rms = lambda t: float(t.pow(2).mean().sqrt())  # noqa: E731
+    rms = lambda t: float(t.detach().pow(2).mean().sqrt())  # noqa: E731
     assert rms(x @ inward.T) == pytest.approx(1, rel=0.02)
     assert rms(torch.randn(4000, 48) @ outward.T) == pytest.approx(1, rel=0.02)
 
@@ -200,7 +200,7 @@ def test_calibrated_experts_are_as_loud_as_the_blocks_they_stand_in_for(demo_mot
     assert all(own.ffn.gate.numel() == (64 if gate == "channel" else 1) for own in model.layers)
     seen = {}
     for i, own in enumerate(model.layers):
-        own.ffn.register_forward_hook(lambda _, inputs, out, i=i: seen.setdefault(i, (inputs[0], out)))
+        own.ffn.register_forward_hook(lambda _, inputs, out, i=i: seen.update({i: (inputs[0], out)}))
     with torch.no_grad():
         model(batch["input_ids"], batch["codebooks"], batch["mask"])
         for i, (x, out) in seen.items():

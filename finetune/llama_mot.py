@@ -214,7 +214,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
     steps = config.steps or plan.steps(config.epochs, micro_batches)
     say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches} micro-batches")
     start_weights(model, config, clips)
-    memory.say_needs(model, ds, config, ranks)
+    needs = memory.say_needs(model, ds, config, ranks)
 
     # engine and resume
     loss_of = functools.partial(compute_loss, clips=clips)
@@ -228,7 +228,8 @@ def train(config: Config, ranks: Ranks, ds: dict):
     to_device = mover(ranks.device)
     if config.dry_run:
         longest = plan.longest()
-        engine.dry_run(ds_engine, to_device(clips.batch(longest)), clips.target_weight(longest, 0), ranks)
+        weight = clips.target_weight(longest, 0)
+        engine.dry_run(ds_engine, lambda chosen: to_device(clips.batch(chosen)), longest, weight, needs, ranks)
         return ds_engine
     run = runs.Run("llama_mot", config, ds, ranks, ds_engine, average, {"data": clips.tokens.fingerprint()}, steps)
 

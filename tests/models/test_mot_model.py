@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from mot_support import batch_of, build, loss_of
+from mot_support import batch_of, build, loss_of, reference_loss, reference_states, text_batch
 from torch.nn import functional as F
 
 from common import health
@@ -27,14 +27,6 @@ def make(demo_mot):
         return model
 
     return call
-
-
-def text_batch(model, ids):
-    ids = torch.as_tensor(ids)
-    shape = (*ids.shape, model.layout.channels)
-    labels = torch.full((*ids.shape, 4), IGNORE)
-    ids = ids[..., None].expand(shape)
-    return {"input_ids": ids, "codebooks": torch.zeros_like(ids), "mask": torch.ones(shape[:2]), "labels": labels}
 
 
 def train(model, batches, steps=3, lr=1e-2, weight_decay=0.0):
@@ -93,56 +85,6 @@ def test_a_text_prefix_in_a_mixed_batch_is_plain_llamas(make, demo_mot):
 
 
 # ---- routing -----------------------------------------------------------------------------------------------------
-
-
-def reference_states(model, batch):
-    """Both experts on every token, then a mask: no gather, no scatter."""
-    ids, books, mask = batch["input_ids"], batch["codebooks"], batch["mask"].bool()
-    vocab = model.layout.vocab
-    audio = (ids[..., 0] >= vocab) & mask
-    pick = audio[..., None]
-    text_embed = model.llama.model.embed_tokens(ids[..., 0].clamp(max=vocab - 1))
-    audio_embed = (model.audio_embed((ids - vocab).clamp(min=0)) + model.codebook_embed(books)).sum(-2)
-    x = torch.where(pick, audio_embed, text_embed) * mask[..., None]
-    rope = model.llama.model.rotary_emb(x, torch.arange(ids.shape[1])[None])
-    length = ids.shape[1]
-    causal = torch.ones(length, length).tril().bool()[None, None] & mask[:, None, None]
-    for layer, own in zip(model.llama.model.layers, model.layers, strict=True):
-        h = layer.input_layernorm(x)
-        if own.input_norm is not None:
-            h = torch.where(pick, own.input_norm(x), h)
-        if own.attn is None:
-            h, _ = layer.self_attn(h, position_embeddings=rope, attention_mask=causal)
-        else:
-            heads = []
-            for name in ("q_proj", "k_proj", "v_proj"):
-                both = [getattr(module, name)(h) for module in (own.attn, layer.self_attn)]
-                heads.append(torch.where(pick, *both).unflatten(-1, (-1, 16)).transpose(1, 2))
-            q, k = mot.apply_rotary_pos_emb(heads[0], heads[1], *rope)
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, heads[2]))
-            h = F.scaled_dot_product_attention(q, k, v, causal).transpose(1, 2).flatten(2)
-            h = torch.where(pick, own.attn.o_proj(h), layer.self_attn.o_proj(h))
-        x = x + h
-        h = layer.post_attention_layernorm(x)
-        if own.post_norm is not None:
-            h = torch.where(pick, own.post_norm(x), h)
-        x = x + torch.where(pick, own.ffn(h), layer.mlp(h))
-    return model.llama.model.norm(x)
-
-
-def reference_loss(model, batch):
-    """Sum of plain cross-entropies over the classes of the codebook that is due."""
-    states, layout, total = reference_states(model, batch), model.layout, 0.0
-    for k in range(4):
-        labels = batch["labels"][..., k]
-        real = labels != IGNORE
-        rows = model.head.weight[layout.first(k) - layout.vocab :][: layout.size]
-        classes = labels[real] - layout.first(k)
-        if k == 0:
-            rows = torch.cat([rows, model.head.weight[-1:]])
-            classes[labels[real] == layout.eos] = layout.size
-        total = total + F.cross_entropy(states[real] @ rows.T, classes, reduction="sum")
-    return total
 
 
 def gradients(model, total):

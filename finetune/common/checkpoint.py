@@ -27,7 +27,7 @@ SHAPE = {"ranks", "zero_stage", "accumulation"}  # what may change between a run
 
 def allow_list() -> None:
     """The only classes, beside tensors and plain containers, that DeepSpeed's own shards hold."""
-    if "deepspeed" not in sys.modules:
+    if sys.modules.get("deepspeed") is None:
         return  # a run without it has no shards
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -185,7 +185,8 @@ def evaluate(model, clips: mot_clips.Clips | None, plain_text, run: runs.Run, st
 def export(ds_engine, config: Config, clips: mot_clips.Clips, run: runs.Run, step: int, score) -> Path:
     """The adapter alone, from the fp32 masters. Every rank must call it: ZeRO-3 gathers here."""
     model, folder = ds_engine.module.model, run.folder / "export"
-    weights, fingerprint = mot_adapter.adapter_weights(ds_engine), mot_adapter.base_fingerprint(model.llama)
+    weights = mot_adapter.adapter_weights(ds_engine, keep=run.ranks.first)
+    fingerprint = mot_adapter.base_fingerprint(model.llama)
     training = {name: getattr(config, name) for name in ("train_parts", "caption_dropout", "profile", "precision")}
     training |= {"step": step, "eval_loss": score, **clips.limits}
     description = mot_adapter.describe(model, config.model, fingerprint, clips.tokens.info, training)

@@ -39,13 +39,14 @@ def base_fingerprint(llama) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------
 
 
-def adapter_weights(engine) -> dict[str, torch.Tensor]:
-    """fp32 masters of what was trained, and what was copied but frozen. Every rank must call it."""
-    weights = full_weights(engine)
+def adapter_weights(engine, keep: bool = True) -> dict[str, torch.Tensor]:
+    """fp32 masters of what was trained, and what was copied but frozen. Every rank must call it; see full_weights."""
+    weights = full_weights(engine, keep=keep)
     for name, parameter in engine.module.model.adapter().items():
-        if name not in weights:
+        if not parameter.requires_grad:
             with gathered([parameter]):
-                weights[name] = parameter.detach().float().cpu().clone()
+                if keep:
+                    weights[name] = parameter.detach().float().cpu().clone()
     return weights
 
 

@@ -44,6 +44,12 @@ FLAGS = {
         --load-in
     """,
     "dia_full": f"{RUN_FLAGS} {DIA_FLAGS} --channels --freeze --layer-decay --rehearsal",
+    "llama_mot": f"""{RUN_FLAGS}
+        --deepspeed --no-deepspeed --min-coverage --musicgen --experts --untie --gate --gate-start --train-parts
+        --adapter --ids --layout --profile --max-seq --max-text --max-audio --over-long-text
+        --allow-empty-text --no-allow-empty-text --caption-dropout --loss-vocab --codebook-weights --copied-lr
+        --sample-frames --temperature --top-k --guidance
+    """,
 }
 
 

@@ -125,9 +125,12 @@ def add_facts(file: Path, wave, rate: int) -> None:
         return
     size = rate // 50  # 20 ms
     windows = np.pad(wave.mean(axis=0), (0, -wave.shape[1] % size)).reshape(-1, size)
-    silent = float((np.sqrt((windows**2).mean(axis=1)) < 10 ** (-50 / 20)).mean())  # below -50 dB of full scale
-    clipped = float((np.abs(wave) >= 0.999).mean())
-    write_json(file, json.loads(file.read_text(encoding="utf-8")) | {"silent": silent, "clipped": clipped})
+    silent = np.sqrt((windows**2).mean(axis=1)) < 10 ** (-50 / 20)  # below -50 dB of full scale
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], silent, [0]]).astype(int)))
+    longest = (edges[1::2] - edges[::2]).max() * size / rate if len(edges) else 0.0
+    facts = {"silent": float(silent.mean()), "longest_silence": float(longest)}
+    facts["clipped"] = float((np.abs(wave) >= 0.999).mean())
+    write_json(file, json.loads(file.read_text(encoding="utf-8")) | facts)
 
 
 def add_to_tensorboard(folder: Path, step: int, sounds: dict, rate: int) -> None:

@@ -105,6 +105,8 @@ def build_model(config: Config, ds: dict) -> mot.MoTLlama:
         raise UserError("--profile legacy has --ids shared: add it.")
     if config.layout == "delay" and (config.ids == "shared" or config.loss_vocab == "full"):
         raise UserError("--layout delay predicts 4 codes at once: it needs --ids offset and --loss-vocab audio.")
+    if config.samples and config.guidance != 1 and not config.caption_dropout:
+        raise UserError("--guidance compares with music without a caption: set --caption-dropout above 0, or it to 1.")
     if config.deepspeed:
         engine.build_sharded(ds)
     llama = mot_build.load_llama(config.model, torch.bfloat16 if config.precision == "bf16" else torch.float32)

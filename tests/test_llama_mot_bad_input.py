@@ -75,6 +75,7 @@ def test_a_code_out_of_range_names_the_clip(run, clips, tmp_path):
         ({"layout": "delay", "ids": "shared"}, "--layout delay predicts 4 codes at once"),
         ({"layout": "delay", "loss_vocab": "full"}, "--layout delay predicts 4 codes at once"),
         ({"train_parts": ["nothing"]}, "--train-parts nothing: choose from"),
+        ({"caption_dropout": 0.0, "samples": 1}, "set --caption-dropout above 0"),
         ({"codebook_weights": [1.0]}, "--codebook-weights takes 4 numbers"),
         ({"max_text": 3}, "over --max-text 3"),
         ({"adapter": "nowhere"}, "no readable adapter_config.json"),

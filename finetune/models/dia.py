@@ -542,7 +542,7 @@ def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks
     prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
     cap = config.sample_frames or int(1.5 * max(clips.tokens.frames))
     cap = min(cap, clips.layout.max_positions - clips.layout.tail - 1)
-    codec, board = clips.tokens.info["weights"], folder / "tensorboard"
+    codec = clips.tokens.info["weights"]
     rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
 
     def speak_mine(mine: list[dict]) -> list:
@@ -564,15 +564,10 @@ def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks
             results.append((codes, facts))
         return results
 
-    here = folder / "samples" / f"step-{step:08d}"
-    files = samples.take_samples(prompts, speak_mine, here, ranks, all_ranks_must_join)
-    decoders = [samples.start_decoder(files, codec, board, step)]
-    recorded = folder / "samples" / "recorded"
-    if ranks.first and not recorded.exists():
-        truth = [(clips.tokens.codes(clips.kept[prompt["index"]]), {}) for prompt in prompts]
-        files = samples.write_all(recorded, prompts, truth)
-        decoders.append(samples.start_decoder(files, codec, board, 0))
-    return decoders
+    def recorded(prompt: dict) -> np.ndarray:
+        return clips.tokens.codes(clips.kept[prompt["index"]])
+
+    return samples.make_and_decode(prompts, speak_mine, recorded, codec, folder, step, ranks, all_ranks_must_join)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------

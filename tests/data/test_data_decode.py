@@ -1,5 +1,7 @@
 """data/decode.py: codes -> wav, picture, TensorBoard."""
 
+import json
+
 import numpy as np
 import pytest
 import soundfile
@@ -65,3 +67,16 @@ def test_bad_codes_are_one_sentence(decode, tmp_path, array, words):
     code, _, err = decode(tmp_path / "bad.npy")
     assert code == 2 and words in err and err.count("\n") == 1
     assert not (tmp_path / "bad.wav").exists()
+
+
+def test_silences_and_clipping_are_told_in_the_facts(tmp_path):
+    from decode import add_facts
+
+    rate = 32000
+    wave = np.concatenate([np.zeros(rate), np.full(rate // 2, 0.5), np.zeros(7680), np.ones(8320)])
+    (tmp_path / "a.json").write_text('{"text": "x"}')
+    add_facts(tmp_path / "a.json", wave[None], rate)
+    facts = json.loads((tmp_path / "a.json").read_text())
+    assert facts == {"text": "x", "silent": 0.62, "longest_silence": 1.0, "clipped": 0.13}
+    add_facts(tmp_path / "a.json", np.full((1, rate), 0.5), rate)
+    assert json.loads((tmp_path / "a.json").read_text())["longest_silence"] == 0.0

@@ -145,12 +145,9 @@ def build_mot(llama, layout: Layout, expert: Expert, untie: str, full_vocab: boo
         raise RuntimeError(f"{copied} of {wanted} tensors were copied")
     model = MoTLlama(llama, layout, expert, untie, layers, full_vocab)
     new_rows(model, seed)
-    for module in (model.audio_embed, model.codebook_embed, model.head):
-        own = [p for p in module.parameters(recurse=False) if p is not module._parameters.get("text")]
-        for parameter in own:
-            parameter.data = parameter.data.to(_dtype(llama)).to(_device(llama))
-    shard(model, ds)
-    return model
+    for table in (model.audio_embed, model.codebook_embed, model.head):
+        table.weight.data = table.weight.data.to(device=_device(llama), dtype=_dtype(llama))
+    return shard(model, ds)
 
 
 def _dtype(llama) -> torch.dtype:

@@ -22,6 +22,7 @@ def pairs():
     return ensure_demo(support.ROOT / "runs" / "demo-assets-cmgan", "cmgan") / "pairs"
 
 
+@pytest.fixture(scope="session")
 def demo_mot():
     """The same for Llama MoT."""
     from demo import ensure_demo

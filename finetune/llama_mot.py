@@ -28,7 +28,7 @@ from common.runtime import bar_codecs, catch_signals
 class Config(RunConfig):
     deepspeed: bool = flag(True, "--no-deepspeed: one process, fp32, any device", group="run")
     min_coverage: float = flag(
-        0.9, "share of the source's clips that the dataset must hold", group="run", low=0, high=1
+        0.9, "share of the source's clips that the dataset must hold", group="run", low=0, high=1, free=True
     )
 
     musicgen: str = flag("", "MusicGen whose feed-forward blocks the experts start from: folder or hub id")
@@ -57,10 +57,14 @@ class Config(RunConfig):
     copied_lr: float = flag(0.25, "factor on it for what starts from trained weights", group="schedule", low=0, high=1)
     weight_decay: float = flag(0.1, "on matrices only, not on embeddings; 0 = off", group="optimizer", low=0)
 
-    sample_frames: int = flag(0, "longest sample; 0 = 1.25 x the longest evaluation clip", group="output", low=0)
-    temperature: float = flag(1.0, "of the samples; 0 = the most likely code", group="output", low=0)
-    top_k: int = flag(250, "samples choose among so many codes; 0 = all", group="output", low=0)
-    guidance: float = flag(3.0, "of the samples: how much the caption counts; 1 = off", group="output", low=0)
+    sample_frames: int = flag(
+        0, "longest sample; 0 = 1.25 x the longest evaluation clip", group="output", low=0, free=True
+    )
+    temperature: float = flag(1.0, "of the samples; 0 = the most likely code", group="output", low=0, free=True)
+    top_k: int = flag(250, "samples choose among so many codes; 0 = all", group="output", low=0, free=True)
+    guidance: float = flag(
+        3.0, "of the samples: how much the caption counts; 1 = off", group="output", low=0, free=True
+    )
 
 
 # The demo learns from random weights, so music also gets its own attention, and one high rate for all.

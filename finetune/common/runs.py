@@ -22,7 +22,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandby
 # known by their content, so that they can move.
 FREE_TO_CHANGE = set(
     "ds out resume dry_run verify_data save_every keep eval_every sample_every samples export max_skips".split()
-    + "data eval_data lr_floor_action min_coverage sample_frames temperature top_k guidance".split()
+    + "data eval_data lr_floor_action".split()
 )
 
 

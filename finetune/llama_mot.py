@@ -225,7 +225,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
 
     # engine and resume
     loss_of = functools.partial(compute_loss, clips=clips)
-    groups = {"no_decay": ("embed", "norm", "gate"), "rate_scale": functools.partial(rate_scale, config=config)}
+    groups = {"no_decay": ("embed",), "rate_scale": functools.partial(rate_scale, config=config)}
     if config.deepspeed:
         ds_engine = engine.start_engine(model, loss_of, config, ds, **groups)
     else:

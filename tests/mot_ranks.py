@@ -61,7 +61,7 @@ def uneven(demo: Path, out: Path, ranks, name: str, stage: int, untie: str, reco
     config.untie, config.precision, config.lr, config.gradient_checkpointing = untie, "fp32", 5e-4, recompute
     ds = resolve_ds(config.ds, config, ranks.world)
     model = llama_mot.build_model(config, ds)
-    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("embed", "norm", "gate"))
+    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("embed",))
     model.train()
     for step in range(UNEVEN_STEPS):
         batches = [uneven_batch(model, step, rank) for rank in range(ranks.world)]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 # At this rate float noise stays under 1e-6 in all of 1.3 M weights: Adam divides it by gradients as small as 1e-8.
 SMALL = {
     "precision": "fp32",
-    "lr": 5e-5,
+    "lr": 3e-5,
     "warmup": 2.0,
     "steps": 5,
     "micro_tokens": 400,
@@ -128,7 +128,7 @@ def difference(found: dict, expected: dict) -> float:
 def test_two_ranks_equal_one_process(runs, plain, demo, run):
     weights, _, losses = plain
     assert difference(exported(runs / run), weights) <= 1e-6
-    assert difference(weights, load_file(demo / "dia" / "model.safetensors")) > 1e-4, "nothing was trained"
+    assert difference(weights, load_file(demo / "dia" / "model.safetensors")) > 5e-5, "nothing was trained"
     logged = [record["loss"] for record in support.step_records(runs / run)]
     assert np.abs(np.array(logged) - losses).max() <= 1e-5
 
@@ -303,7 +303,7 @@ def test_a_run_goes_on_with_other_ranks_or_another_stage(elastic, run, first):
     ("change", "sentence"),
     [
         (["--accumulation", "3"], "ranks x --accumulation was 4 and is 3"),
-        (["--accumulation", "4", "--lr", "1e-4"], "lr: 5e-05 then, 0.0001 now"),
+        (["--accumulation", "4", "--lr", "1e-4"], "lr: 3e-05 then, 0.0001 now"),
     ],
 )
 def test_another_step_size_or_setting_is_refused(runs, demo, change, sentence):

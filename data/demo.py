@@ -147,10 +147,11 @@ def encode_split(folder: Path, final: Path, split: str, codec: str) -> None:
     tokens = folder / "tokens" / split
     clips = find_clips(folder / "audio" / f"{split}.jsonl", "jsonl")
     encode_dataset(clips, tokens, codec=codec, weights=str(folder / "codec"))
-    # What names the temporary folder must name the final one; the list of source files has no use.
+    # What names the temporary folder must name the final one.
     info = json.loads((tokens / "dataset.json").read_text())
     write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")})
-    (tokens / "sources.jsonl").unlink()
+    sources = tokens / "sources.jsonl"
+    sources.write_text(sources.read_text().replace(json.dumps(str(folder))[:-1], json.dumps(str(final))[:-1]))
 
 
 # ---------------------------------------------------------------- corpus

@@ -7,6 +7,14 @@ os.environ.update(support.CPU)
 
 
 @pytest.fixture(scope="session")
+def higgs_demo():
+    """The same for Higgs Audio v2."""
+    from demo import ensure_demo
+
+    return ensure_demo(support.ROOT / "runs" / "demo-assets-higgs", "higgs")
+
+
+@pytest.fixture(scope="session")
 def demo():
     """The embedded demo's model, codec and token datasets, built once where the recipes look for them."""
     from demo import ensure_demo

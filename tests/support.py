@@ -64,7 +64,8 @@ def run_recipe(*arguments, world: int = 2, recipe: str = "dia_lora") -> tuple[li
 
 
 def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def step_records(run: Path) -> list[dict]:
@@ -84,7 +85,9 @@ def wait_for_step(run: Path, step: int, timeout: float = 180) -> None:
     raise TimeoutError(f"{run} did not reach step {step}")
 
 
-def write_tokens(folder: Path, clips: list[dict], split: list[str] | None = None, **info) -> Path:
+def write_tokens(
+    folder: Path, clips: list[dict], split: list[str] | None = None, columns: dict | None = None, **info
+) -> Path:
     """A token dataset from {"id", "text", "codes" (T, C)} without the project's own writer."""
     import numpy as np
     from datasets import Dataset, Features, List, Value
@@ -98,8 +101,8 @@ def write_tokens(folder: Path, clips: list[dict], split: list[str] | None = None
         {"id": Value("string"), "text": Value("string"), "codes": List(Value("int16")), "frames": Value("int32")}
     )
     dataset = Dataset.from_list(rows, features=features)
-    if split:
-        dataset = dataset.add_column("split", split)
+    for name, values in ((columns or {}) | ({"split": split} if split else {})).items():
+        dataset = dataset.add_column(name, values)
     dataset.save_to_disk(str(folder))
     files = [
         {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}

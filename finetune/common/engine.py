@@ -130,8 +130,7 @@ def dry_run(engine, batch_of, longest, step_weight: float, needs: float, ranks: 
             engine.step()
     peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
     loss = float(stats[0].sum() / stats[1].sum())
-    shape = tuple(batch["labels"].shape)
-    say(f"dry run: longest micro-batch {shape} (clips, positions, channels), loss {loss:.4f}")
+    say(f"dry run: longest micro-batch {len(longest)} clips, {batch['positions']:,} positions, loss {loss:.4f}")
     say(f"memory a rank: predicted {needs / 2**30:.2f} GB, measured peak {peak}")
 
 

@@ -45,12 +45,12 @@ def is_lora_b(name: str) -> bool:
 def dead_parameters(engine) -> list[str]:
     """Names of the parameters that must have a gradient and have none, or one of only zeros.
 
-    With LoRA these are the lora_B matrices alone: B starts at 0, so every lora_A has a gradient of exactly 0 at the
-    first step, and a trained embedding row has none until its tag comes. NaN is not zero: such a step is skipped and
-    named elsewhere.
+    With LoRA these are the lora_B matrices, and modules that are trained whole beside them: B starts at 0, so every
+    lora_A has a gradient of exactly 0 at the first step, and a trained embedding row has none until its tag comes.
+    NaN is not zero: such a step is skipped and named elsewhere.
     """
     parameters = trainable(engine)
-    names = [name for name in parameters if is_lora_b(name)] or list(parameters)
+    names = [name for name in parameters if is_lora_b(name) or ".modules_to_save." in name] or list(parameters)
     dead = []
     for name in names:
         gradient = full_gradient(parameters[name])

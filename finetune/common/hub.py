@@ -5,7 +5,7 @@ from pathlib import Path
 from common.config import UserError
 
 
-def load_pretrained(model_class, config_class, path: str, dtype, **options):
+def load_pretrained(model_class, config_class, path: str, dtype, revision: str | None = None, **options):
     """The model of exactly this kind, whole: another kind, a missing weight or a pickle is a UserError."""
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
@@ -15,14 +15,20 @@ def load_pretrained(model_class, config_class, path: str, dtype, **options):
     if not local and (Path(path).exists() or path.startswith((".", "/"))):
         raise UserError(f"--model {path} is not a folder in the Hugging Face format.")
     try:
-        config = config_class.from_pretrained(path, local_files_only=local)
+        config = config_class.from_pretrained(path, local_files_only=local, revision=revision)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path}: no usable config.json ({str(error).splitlines()[0]})") from None
     if config.model_type != config_class.model_type:
         raise UserError(f"--model {path} is a {config.model_type!r} model, not {config_class.model_type!r}.")
     try:
         model, info = model_class.from_pretrained(
-            path, dtype=dtype, local_files_only=local, use_safetensors=True, output_loading_info=True, **options
+            path,
+            dtype=dtype,
+            local_files_only=local,
+            revision=revision,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
     except (OSError, SafetensorError) as error:
         raise UserError(f"--model {path}: {str(error).splitlines()[0]}") from None

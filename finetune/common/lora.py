@@ -37,7 +37,11 @@ def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, group_ran
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, target_modules=targets, rank_pattern=ranks, **options)
     peft_model = get_peft_model(model, config)
-    wrapped = {name for name, module in model.named_modules() if hasattr(module, "lora_A") and len(module.lora_A)}
+    wrapped = {
+        name
+        for name, module in model.named_modules()
+        if len(getattr(module, "lora_A", ())) or len(getattr(module, "lora_embedding_A", ()))
+    }
     if wrapped != set(targets):
         raise RuntimeError(f"PEFT wrapped {len(wrapped)} modules instead of the {len(targets)} named ones")
     return peft_model

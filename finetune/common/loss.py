@@ -16,7 +16,7 @@ CHUNK_LOGITS = 2**22  # logits held at a time (fp32: 16 MB)
 def token_losses(logits_nv: torch.Tensor, labels_nc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per-token losses (N, C), 0 where ignored; the fp32 logits as (N, C, V) and their logsumexp (N, C)."""
     n, c = labels_nc.shape
-    logits = logits_nv.float().view(n, c, -1)
+    logits = logits_nv.float().view(n, c, logits_nv.shape[-1] // c)  # also of no position
     total = torch.logsumexp(logits, dim=-1)
     picked = logits.gather(-1, labels_nc.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return (total - picked).masked_fill(labels_nc == IGNORE, 0.0), logits, total

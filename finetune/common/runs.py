@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import shutil
 import subprocess
 import sys
@@ -155,6 +156,17 @@ class Run:
             self.checkpoints, self.engine, state, self.average, self.ranks, self.config.keep, score, mine
         )
         self.tracker.event("checkpoint", step, path=str(path))
+
+    def first_eval(self) -> dict:
+        """The evaluation before the first step, which later ones are set against; of an earlier process after a
+        resume. The same on every rank."""
+
+        def read() -> dict:
+            lines = self.tracker.path.read_text(encoding="utf-8").splitlines() if self.tracker.path.exists() else []
+            found = [record for record in map(json.loads, lines) if record.get("event") == "eval"]
+            return next((record for record in found if record["step"] == 0), {})
+
+        return on_first(read, self.ranks)
 
     def stop(self, step: int) -> None:
         """Ends a run that a signal wants to end, after it was saved."""

@@ -28,6 +28,13 @@ class TokenDataset(ArrowDataset):
         what = f"frames x {self.channels} codes"
         self._values, self._chunk, self._start = flat_views(self.table.column("codes"), lengths, self, what)
 
+    def column(self, name: str):
+        """A whole column as Arrow holds it; None where the dataset has none of this name."""
+        return self._columns.get(name)
+
+    def label(self, name: str, i: int) -> str | None:
+        return self.value(name, i) if name in self._columns else None
+
     def text(self, i: int) -> str:
         return self.value("text", i) or ""
 

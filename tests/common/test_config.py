@@ -43,6 +43,12 @@ FLAGS = {
         --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
         --load-in
     """,
+    "higgs_clone": f"""{RUN_FLAGS}
+        --revision --preset --io --lora-rank --lora-alpha --lora-dropout --rslora --no-rslora --dora --no-dora --load-in
+        --text-loss --codebook-weights --allow-no-ref --no-allow-no-ref --normalise-text --no-normalise-text
+        --max-positions --over-long --packing --no-packing --max-start-loss --promote-worse --no-promote-worse
+        --greedy --no-greedy --sample-frames --similarity --wer --codec-name
+    """,
     "dia_full": f"{RUN_FLAGS} {DIA_FLAGS} --channels --freeze --layer-decay --rehearsal",
     "llama_mot": f"""{RUN_FLAGS}
         --deepspeed --no-deepspeed --min-coverage --musicgen --experts --untie --gate --gate-start --train-parts

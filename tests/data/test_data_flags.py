@@ -13,6 +13,7 @@ FLAGS = {
     "missing-text stereo min-seconds max-seconds max-reject workers shard merge",
     "decode": "codec-weights tensorboard step",
     "demo": "out model",
+    "score": "references similarity wer",
     "check": "listen codec-weights",
     "pairs": "clean noisy noise snr out sample-rate seed min-seconds max-reject workers",
     "pair_speakers": "out min-seconds max-seconds seed allow-no-ref",

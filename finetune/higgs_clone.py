@@ -100,6 +100,7 @@ from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks,
 from common.track import Meter
 from models import higgs
 from models.higgs import build_data
+from models.higgs_layout import layout_of
 from models.higgs_speech import sample
 from models.higgs_text import Chat
 from models.higgs_weights import add_lora, check_codec, load_higgs, load_tokenizer, unfreeze, write_model
@@ -227,7 +228,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
     # model and data
     model = build_model(config, ds)
     tokenizer = load_tokenizer(config.model, config.revision)
-    layout, chat = higgs.layout_of(higgs.base_model(model).config, tokenizer), Chat(tokenizer, config.normalise_text)
+    layout, chat = layout_of(higgs.base_model(model).config, tokenizer), Chat(tokenizer, config.normalise_text)
     pairs = build_data(config.data, layout, chat, config, ranks, train=True)
     eval_pairs = build_data(config.eval_data, layout, chat, config, ranks, train=False)
     on_first(lambda: check_codec(pairs.tokens, config.model, config.revision), ranks)

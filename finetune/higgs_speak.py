@@ -90,7 +90,7 @@ def say_text(args) -> None:
     import numpy as np
     import torch
 
-    from models.higgs import build_row, layout_of
+    from models.higgs_layout import build_row, layout_of
     from models.higgs_speech import speak
     from models.higgs_text import Chat
     from models.higgs_weights import codec_of, load_tokenizer

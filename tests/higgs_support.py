@@ -4,7 +4,8 @@ import functools
 
 from common.tokens import TokenDataset
 from higgs_clone import Config
-from models.higgs import Pairs, layout_of
+from models.higgs import Pairs
+from models.higgs_layout import layout_of
 from models.higgs_text import Chat
 
 
@@ -74,7 +75,7 @@ def _loss(model, batch, pairs):
 
 
 def text_only(pairs) -> dict:
-    from models.higgs import build_row, collate
+    from models.higgs_layout import build_row, collate
 
     [ids] = pairs.chat.ids([pairs.chat.prompt("bada gumi.", None, None, answer=False)])
     return collate([build_row("text only", ids, [], pairs.layout, answer=False)], pairs.layout)

@@ -15,6 +15,7 @@ from common.feed import mover
 from common.runtime import start_ranks
 from common.tokens import TokenDataset
 from models import higgs
+from models.higgs_layout import without_delay
 from models.higgs_speech import speak
 
 FACTS = {"codec": "higgs", "channels": 8, "codebooks": 8, "sample_rate": 24000, "hop": 960}
@@ -99,7 +100,7 @@ def mask_ends(row, layout):
 
 
 def test_without_the_delay_the_same_loss_regenerates_nothing(higgs_demo, ranks, one_pair, tmp_path, monkeypatch):
-    mutate(monkeypatch, higgs.without_delay)
+    mutate(monkeypatch, without_delay)
     model, loss = overfit(higgs_demo, ranks, one_pair, tmp_path / "run")
     monkeypatch.undo()
     assert loss < 0.1

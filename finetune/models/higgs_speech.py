@@ -12,7 +12,8 @@ import torch
 
 from common import keyed, samples
 from common.runtime import Ranks, all_sum
-from models.higgs import Layout, Pairs, Row, base_model, collate, undelayed
+from models.higgs import Pairs, base_model
+from models.higgs_layout import Layout, Row, collate, undelayed
 
 # The official settings; at the readme's temperature of 0.3 users report speech that never stops.
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.95}

@@ -13,7 +13,7 @@ from common.config import UserError
 from common.loss import fuse_head
 from common.tokens import TokenDataset
 from models import higgs
-from models.higgs import build_row, check_row, collate, delayed, layout_of, undelayed, without_delay
+from models.higgs_layout import build_row, check_row, collate, delayed, layout_of, undelayed, without_delay
 from models.higgs_text import Chat, normalise
 from models.higgs_weights import load_higgs, refuse_original_format
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from higgs_support import make_pairs
 
-from models.higgs import delayed
+from models.higgs_layout import delayed
 from models.higgs_speech import read_stream, speak
 from models.higgs_weights import load_higgs
 

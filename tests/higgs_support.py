@@ -48,7 +48,7 @@ def text_only_rank(ranks, model: str, ds: str, out: str) -> None:
     from common.ds_config import resolve_ds
     from higgs_clone import build_model
 
-    config = Config(model=model, data="x", ds=ds, preset="audio_path+attn", precision="fp32", lr=5e-4)
+    config = Config(model=model, data="x", ds=ds, preset="audio_path+attn", precision="fp32", lr=5e-5)
     resolved = resolve_ds(ds, config, ranks.world)
     trained = build_model(config, resolved)
     pairs = make_pairs(Path(model).parent)

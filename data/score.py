@@ -39,21 +39,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    found = {file.stem: {} for file in args.files}
-    if args.similarity:
-        embed = load_embedder(args.similarity)
-        for file in args.files:
-            reference = args.references / file.name
-            if reference.is_file():
-                found[file.stem]["similarity"] = cosine(embed(read(file)), embed(read(reference)))
-    if args.wer:
-        recognise = load_recogniser(args.wer)
-        for file in args.files:
-            text = json.loads(file.with_suffix(".json").read_text(encoding="utf-8")).get("text", "")
-            if words(text):
-                heard = recognise(read(file))
-                found[file.stem] |= {"wer": word_errors(text, heard), "heard": heard}
+    embed = load_embedder(args.similarity) if args.similarity else None
+    recognise = load_recogniser(args.wer) if args.wer else None
     from store import write_json
+    from waveform import Reject
+
+    found = {}
+    for file in args.files:
+        try:
+            found[file.stem] = score(file, args.references, embed, recognise)
+        except Reject as reason:  # a sample can be silent, which is a result
+            found[file.stem] = {"unscored": str(reason)}
 
     for file in args.files:
         facts = file.with_suffix(".json")
@@ -62,17 +58,27 @@ def main() -> None:
     print(json.dumps(found))
 
 
+def score(file: Path, references: Path | None, embed: Callable | None, recognise: Callable | None) -> dict:
+    facts, wave = {}, read(file)
+    if embed and (references / file.name).is_file():
+        facts["similarity"] = cosine(embed(wave), embed(read(references / file.name)))
+    beside = file.with_suffix(".json")
+    text = json.loads(beside.read_text(encoding="utf-8")).get("text", "") if beside.is_file() else ""
+    if recognise and words(text):
+        facts["heard"] = recognise(wave)
+        facts["wer"] = word_errors(text, facts["heard"])
+    return facts
+
+
 def read(file: Path):
     """Mono samples at 16 kHz."""
-    from waveform import Reject, prepare, read_samples
+    from waveform import prepare, read_samples
 
     try:
         wave, rate = read_samples(file.read_bytes(), None, None)
-        return prepare(wave, rate, RATE, False, 0.0, float("inf"))[0].numpy()
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from None
-    except Reject as reason:
-        raise UsageError(f"{file}: {reason}") from None
+    return prepare(wave, rate, RATE, False, 0.0, float("inf"))[0].numpy()
 
 
 def cosine(a, b) -> float:

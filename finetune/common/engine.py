@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from common.config import RunConfig
+from common.config import RunConfig, UserError
 from common.ds_config import offloads_optimizer, stage_of
 from common.memory import saved_bytes
 from common.optim import build_optimizer, parameter_groups
@@ -87,6 +87,8 @@ def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> 
     DeepSpeed averages over the ranks, so the share is multiplied by their number. A loss that is not finite makes
     its own gradient NaN, so that the optimizer's check skips the step on every rank alike.
     """
+    if not loss_sum.requires_grad:
+        raise UserError("the loss has no gradient: nothing that is trained takes part in it.")
     loss = loss_sum * (world / step_weight)
     loss = loss * (1 + (loss - loss).detach())
     engine.backward(loss, scale_wrt_gas=False)

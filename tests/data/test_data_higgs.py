@@ -78,8 +78,8 @@ def test_unusable_recordings_are_named_with_the_reason(encode, voices, tmp_path)
     bad = {
         "none": (np.zeros(0), "empty|no samples"),
         "tiny": (np.full(100, 0.5), "short|under"),
-        "silent": (np.zeros(RATE), "silent|rms"),
-        "nan": (np.full(RATE, np.nan), "finite"),
+        "silent": (np.zeros(RATE), "silence"),
+        "nan": (np.full(RATE, np.nan), "NaN"),
     }
     items = [{"id": "good", "audio": voices[0], "text": "fine"}]
     for name, (wave, _) in bad.items():

@@ -8,6 +8,27 @@ from models.higgs import Pairs
 from models.higgs_layout import layout_of
 from models.higgs_text import Chat
 
+SMALL = {
+    "lora_rank": 4,
+    "lora_dropout": 0.0,
+    "precision": "fp32",
+    "lr": 5e-4,
+    "warmup": 2.0,
+    "steps": 5,
+    "micro_tokens": 800,
+    "accumulation": 2,
+    "samples": 0,
+    "eval_every": 0,
+    "save_every": 0,
+    "max_start_loss": 0.0,
+    "greedy": True,
+}
+
+
+def assets(demo) -> dict:
+    tokens = {"data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
+    return {"model": str(demo / "model"), **tokens}
+
 
 @functools.cache
 def tokenizer_of(demo):

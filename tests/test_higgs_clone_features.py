@@ -9,9 +9,8 @@ import pytest
 import soundfile
 import support
 import torch
-from higgs_support import make_pairs
+from higgs_support import SMALL, assets, make_pairs
 from safetensors.torch import load_file
-from test_higgs_clone import SMALL, assets
 
 import higgs_clone
 from common import engine

@@ -8,7 +8,7 @@ import torch
 from common import samples
 from common.pairs import PairDataset, open_pairs
 from common.runs import Run, gather_names
-from common.runtime import Ranks, say
+from common.runtime import Ranks, all_sum, say
 from common.scorer import Scorer
 from models import cmgan_files, cmgan_watch
 from models import cmgan_signal as signal
@@ -93,6 +93,7 @@ def sample(nets: tuple, evaluation: Evaluation, run: Run, step: int) -> None:
 
 def test(config, run: Run, scorer: Scorer, step: int) -> None:
     """The exported model on the test data. Nothing is chosen by it."""
+    all_sum([0.0], run.ranks)  # the first rank's export is there
     generator, discriminator = cmgan_files.load_networks(str(run.folder / "export"))
     generator.to(run.ranks.device), discriminator.to(run.ranks.device)
     pairs = open_pairs(config.test_data, signal.RATE, config.verify_data, run.ranks)

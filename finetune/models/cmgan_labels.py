@@ -13,6 +13,8 @@ from common.runs import Run, gather_names
 from common.scorer import Scorer, collect
 from models import cmgan_signal as signal
 
+ENOUGH = 100  # labels, to judge by the share of those that are missing
+
 
 @dataclass
 class Waiting:
@@ -128,7 +130,7 @@ def count_missing(extra: dict, mine: list[str], missing: int, sounds: int, step:
             reason = name.rsplit(": ", 1)[1]
             extra["reasons"][reason] = extra["reasons"].get(reason, 0) + 1
         run.tracker.event("pesq_missing", step, ids=names)
-    if extra["labels"] >= 100 and extra["missing"] > run.config.max_pesq_invalid * extra["labels"]:
+    if extra["labels"] >= ENOUGH and extra["missing"] > run.config.max_pesq_invalid * extra["labels"]:
         raise UserError(
             f"{extra['missing']} of {extra['labels']} sounds have no PESQ ({extra['reasons']}; --max-pesq-invalid):"
             " metrics.jsonl names them."

@@ -84,7 +84,8 @@ class Labels:
     def _remember(self, step: int, slot: int, estimate: signal.Estimate, labels, valid) -> None:
         item = {"step": step, "slot": slot, "clean": estimate.pair.clean, "made": estimate.wave}
         self.store.append(item | {"labels": labels, "valid": valid})
-        self.store = [item for item in self.store if item["step"] > step - self.memory]
+        # Only this slot's: another one of the same rank may still want what is old by now.
+        self.store = [item for item in self.store if item["slot"] != slot or item["step"] > step - self.memory]
 
     def state(self) -> dict | None:
         """For the checkpoint; None without a memory."""

@@ -243,7 +243,7 @@ def test_a_rank_with_only_silent_crops_neither_hangs_nor_differs_from_one_proces
     records = support.step_records(runs / "silent")
     assert [r["pesq_missing"] for r in records] == [2, 2, 2]  # of 4 sounds a step, those of the first rank
     assert all(math.isfinite(r["loss_d"]) for r in records)
-    # Instance norm of a constant multiplies rounding by 300, layer after layer: a few entries are off by more than 1e-6.
+    # Instance norm of a constant multiplies rounding by 300, layer after layer: a few entries are off by over 1e-6.
     assert_same(networks(runs / "silent"), plain_training(datasets / "silent")[:2], tolerance=5e-5)
     missing = [r for r in support.metrics(runs / "silent") if r.get("event") == "pesq_missing"]
     assert len(missing) == 3 and all(len(r["ids"]) == 2 and "Error" in r["ids"][0] for r in missing)

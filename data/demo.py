@@ -29,6 +29,7 @@ SEED = 20240613
 RATE, HOP = 44100, 512
 # model -> module whose build_parts(folder, final) makes its assets
 BUILDERS = {"dia": "demo", "higgs": "demo_higgs", "cmgan": "demo_cmgan", "mot": "demo_mot"}
+BUILDERS |= {"diffusion_buffer": "demo_diffusion_buffer"}
 CLIPS = {"train": 64, "eval": 8}
 WORDS = "bada gumi lono sike tafu relu dimo nusa kobe falu gire mota".split()
 

@@ -13,7 +13,7 @@ NOISES = {"hiss": 0.0, "rumble": 1.5, "wind": 1.0}  # name -> how fast the spect
 SNR = (15.0, 35.0)  # the voices are so clean that PESQ is 1.1 to 3 here
 
 
-def build_parts(folder: Path, final: Path) -> None:
+def build_parts(folder: Path, final: Path, snr: tuple[float, float] = SNR) -> None:
     import soundfile
 
     texts = demo.demo_texts()
@@ -28,7 +28,7 @@ def build_parts(folder: Path, final: Path) -> None:
 
     from pairs import Settings, find_mixtures, pairs_key, write_pairs
 
-    settings = Settings(sample_rate=16000, snr=SNR, seed=demo.SEED, min_seconds=0.4)
+    settings = Settings(sample_rate=16000, snr=snr, seed=demo.SEED, min_seconds=0.4)
     mixtures = find_mixtures(folder / "audio" / "clean", folder / "audio" / "noise", demo.SEED)
     write_pairs(mixtures, settings, pairs_key(mixtures, settings), folder / "work", folder / "pairs", workers=1)
 

@@ -2,10 +2,12 @@
 
     python data/pairs.py --clean train/clean --noisy train/noisy --out pairs/train
     python data/pairs.py --clean speech --noise noises --snr -5:15 --out pairs/mixed
+    python data/pairs.py --dn-lm DN-LM/train --out pairs/drone
 
 Files belong together by their relative name without the suffix. Everything is mixed to mono and resampled
 once, here. With --noise every clean file gets a noise, a place in it and a level by a key of --seed and its
-name, so that the same command makes the same mixtures anywhere.
+name, so that the same command makes the same mixtures anywhere. --dn-lm takes the folders of DroneNoise-LibriMix,
+SAMPLE/vocals.wav and SAMPLE/mixture.wav.
 """
 
 import argparse
@@ -50,9 +52,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--clean", required=True, type=Path, help="folder of clean speech")
+    add("--clean", type=Path, help="folder of clean speech")
     add("--noisy", type=Path, help="folder with the same names, noisy")
     add("--noise", type=Path, help="folder of noises to mix in, instead of --noisy")
+    add("--dn-lm", type=Path, help="folder of folders with vocals.wav and mixture.wav, instead of --clean and --noisy")
     add("--snr", type=snr_range, metavar="LO:HI", help="with --noise: signal-to-noise ratio in dB, such as -5:15")
     add("--out", required=True, type=Path, help="folder of the dataset")
     add("--sample-rate", type=int, default=16000, help="in Hz (default: 16000)")
@@ -65,7 +68,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         place = argv.index("--snr")
         argv[place : place + 2] = [f"--snr={argv[place + 1]}"]
     args = parser.parse_args(argv)
-    if (args.noisy is None) == (args.noise is None):
+    if args.dn_lm and (args.clean or args.noisy or args.noise):
+        parser.error("--dn-lm takes the place of --clean, --noisy and --noise")
+    if not args.dn_lm and not args.clean:
+        parser.error("give --clean, or --dn-lm")
+    if not args.dn_lm and (args.noisy is None) == (args.noise is None):
         parser.error("give either --noisy or --noise")
     if (args.noise is None) != (args.snr is None):
         parser.error("--noise and --snr belong together")
@@ -87,7 +94,10 @@ def main() -> int:
 
     args = parse_args()
     settings = Settings(args.sample_rate, args.snr, args.seed, args.min_seconds)
-    pairs = find_pairs(args.clean, args.noisy) if args.noisy else find_mixtures(args.clean, args.noise, args.seed)
+    if args.dn_lm:
+        pairs = find_stems(args.dn_lm)
+    else:
+        pairs = find_pairs(args.clean, args.noisy) if args.noisy else find_mixtures(args.clean, args.noise, args.seed)
     out = args.out.absolute()
     work = out.with_name(out.name + ".work")
     with store.clear_disk_errors(out), store.locked(work / "lock"):
@@ -136,6 +146,15 @@ def find_pairs(clean: Path, noisy: Path) -> list[Pair]:
     if lonely:
         print(f"{len(lonely)} noisy files have no clean one and are left out: {', '.join(lonely[:5])}")
     return [Pair(id, file, noisy_files.get(id)) for id, file in sorted(clean_files.items())]
+
+
+def find_stems(folder: Path) -> list[Pair]:
+    """DroneNoise-LibriMix: the clean speech of a sample is its vocals, the noisy one its mixture."""
+    files = audio_files(folder, "--dn-lm")
+    names = sorted(name.rpartition("/")[0] for name in files if name.rpartition("/")[2] == "vocals")
+    if not names:
+        raise UsageError(f"--dn-lm {folder} has no folders with vocals.wav and mixture.wav")
+    return [Pair(name, files[f"{name}/vocals"], files.get(f"{name}/mixture")) for name in names]
 
 
 def find_mixtures(clean: Path, noise: Path, seed: int) -> list[Pair]:

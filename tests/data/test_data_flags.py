@@ -15,7 +15,7 @@ FLAGS = {
     "demo": "out model",
     "score": "references similarity wer",
     "check": "listen codec-weights",
-    "pairs": "clean noisy noise snr out sample-rate seed min-seconds max-reject workers",
+    "pairs": "clean noisy noise dn-lm snr out sample-rate seed min-seconds max-reject workers",
     "pair_speakers": "out min-seconds max-seconds seed allow-no-ref",
 }
 

@@ -41,6 +41,25 @@ def test_given_pairs(pairs, clip, tmp_path):
     assert code == 0 and "cache hit" in out
 
 
+def test_folders_of_stems(script, clip, tmp_path):
+    waves = {}
+    for number in (0, 1):
+        for stem in ("vocals", "noise", "mixture"):
+            path = tmp_path / f"dn/sample_{number:05d}/{stem}.wav"
+            waves[number, stem] = clip(path, None, rate=16000, seed=10 * number + len(stem))[:, 0]
+    (tmp_path / "dn/sample_00001/mixture.wav").unlink()
+    (tmp_path / "dn/sample_00000/metadata.json").write_text("{}")
+    options = ("--out", tmp_path / "out", "--max-reject", "0.6")
+    code, out, err = script("pairs", "--dn-lm", tmp_path / "dn", *options)
+    assert code == 0, err
+    (row,) = rows(tmp_path / "out").values()
+    assert row["id"] == "sample_00000" and reasons(tmp_path / "out") == {"sample_00001": "no noisy file of this name"}
+    for side, stem in (("clean", "vocals"), ("noisy", "mixture")):
+        assert np.abs(row[side] / 32767 - waves[0, stem]).max() < 1e-4
+    code, _, err = script("pairs", "--dn-lm", tmp_path / "dn", "--clean", tmp_path / "dn", *options)
+    assert code == 2 and "takes the place of --clean" in err
+
+
 def test_resampled_to_16_khz_and_mono(pairs, clip, tmp_path):
     for side in ("clean", "noisy"):
         clip(tmp_path / f"{side}/a.wav", None, rate=48000, channels=2, seconds=0.5)

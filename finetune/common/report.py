@@ -41,6 +41,9 @@ def write_report(run: Path) -> Path:
         parts += ["<h2>Training</h2>", _curves(steps, evals)]
     if evals:
         parts += ["<h2>Evaluation</h2>", _eval_table(evals)]
+    figures = sorted((run / "figures").glob("*.png"))
+    if figures:
+        parts += ["<h2>Figures</h2>", *(f"<h3>{html.escape(path.stem)}</h3>{_media(path)}" for path in figures)]
     parts += ["<h2>Samples</h2>", _samples(run / "samples"), "<h2>Configuration</h2>"]
     parts.append(f"<pre>{html.escape(json.dumps(config, indent=2))}</pre>")
     page = f"<!doctype html><meta charset=utf-8><title>{html.escape(run.name)}</title><style>{STYLE}</style>"

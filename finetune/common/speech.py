@@ -68,6 +68,25 @@ def si_sdr(clean: np.ndarray, estimate: np.ndarray) -> float:
         return float(10 * np.log10(np.dot(target, target) / max(np.dot(noise, noise), 1e-20)))
 
 
+def sdr(clean: np.ndarray, estimate: np.ndarray) -> float:
+    """Signal-to-distortion ratio in dB; the level counts. NaN for silence, and for an estimate that is not finite."""
+    clean, estimate = clean.astype(np.float64), estimate.astype(np.float64)
+    speech, noise = np.dot(clean, clean), np.square(estimate - clean).sum()
+    return float(10 * np.log10(speech / max(noise, 1e-20))) if speech and np.isfinite(noise) else float("nan")
+
+
+def lsd(clean: np.ndarray, estimate: np.ndarray, size: int = 512, shift: int = 256) -> float:
+    """Log-spectral distance in dB: root mean square over the bins of a frame, mean over the frames."""
+    if len(clean) < size:
+        return float("nan")
+    window = np.hanning(size + 1)[:-1]
+    logs = []
+    for wave in (clean, estimate):
+        frames = np.lib.stride_tricks.sliding_window_view(wave.astype(np.float64), size)[::shift] * window
+        logs.append(10 * np.log10(np.square(np.abs(np.fft.rfft(frames))) + 1e-8))
+    return float(np.sqrt(np.square(logs[0] - logs[1]).mean(1)).mean())
+
+
 def gain(clean: np.ndarray, estimate: np.ndarray) -> float:
     """The level of the clean speech in the estimate: 1 is right. PESQ, STOI and SI-SDR cannot see it."""
     energy = np.dot(clean, clean)

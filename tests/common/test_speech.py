@@ -132,3 +132,14 @@ def test_all_measures_of_a_sound_and_of_silence():
     better = speech.measure(clean, 0.9 * clean + 0.1 * estimate)
     assert all(better[name] > found[name] for name in speech.HIGHER_IS_BETTER)
     assert math.isnan(speech.measure(np.zeros(16000), estimate)["pesq"])
+
+
+def test_sdr_counts_the_level_and_lsd_is_in_decibels():
+    rng = np.random.default_rng(0)
+    clean = rng.standard_normal(16000).astype(np.float32)
+    noise = rng.standard_normal(16000).astype(np.float32)
+    assert speech.sdr(clean, clean + 0.1 * noise) == pytest.approx(20, abs=0.2)
+    assert speech.sdr(clean, 0.5 * clean) == pytest.approx(10 * np.log10(4))  # SI-SDR would not mind
+    assert np.isnan(speech.sdr(np.zeros(100), clean[:100])) and np.isnan(speech.sdr(clean, clean * np.nan))
+    assert speech.lsd(clean, clean) == 0 and speech.lsd(clean, 0.1 * clean) == pytest.approx(20, abs=0.01)
+    assert np.isnan(speech.lsd(clean[:100], clean[:100]))

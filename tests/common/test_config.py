@@ -34,10 +34,18 @@ PAIR_FLAGS = f"""
     {RUN_FLAGS.replace("--micro-tokens", "")} --test-data --enhance --micro-batch --eval-files --seconds --hold-out
     --pesq-workers
 """
+NOT_OF_BUFFER = "--test-data --seconds --gradient-checkpointing --no-gradient-checkpointing".split()
+BUFFER_FLAGS = " ".join(word for word in PAIR_FLAGS.split() if word not in NOT_OF_BUFFER)
 FLAGS = {
     "cmgan": f"""{PAIR_FLAGS} --diagnose --disc-lr-ratio --schedule --decay-epochs --decay
         --channels --disc-channels --w-ri --w-mag --w-time --w-gan --noisy-term --no-noisy-term --replay
         --gate --gate-open --gate-close --gan-ramp --probe --probe-every --max-pesq-invalid --window-seconds
+    """,
+    "diffusion_buffer": f"""
+        {BUFFER_FLAGS}
+        --doctor --no-doctor --deep --no-deep --safe --no-safe --delay --temperature --best-by
+        --network --width --block --n-fft --hop --frames --buffer --sde-c --sde-k --t-eps --t-max --reverse-start
+        --loss --output-scale --times --context-time --context-noise --gain-low --gain-high --pad-short --no-pad-short
     """,
     "dia_lora": f"""{RUN_FLAGS} {DIA_FLAGS}
         --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora

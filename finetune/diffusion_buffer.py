@@ -1,0 +1,342 @@
+"""Train or fine-tune a Diffusion Buffer: online speech enhancement by diffusion, one network call a frame.
+
+    deepspeed finetune/diffusion_buffer.py --ds ds_configs/zero2.json --data pairs/train --hold-out p286 --out runs/live
+    deepspeed finetune/diffusion_buffer.py --ds ds_configs/zero2.json --model official.ckpt --data pairs/train \\
+        --hold-out p286 --lr 5e-5 --warmup 500 --out runs/tuned
+
+pairs/train is a dataset of data/pairs.py at 16 kHz. The first command starts from nothing; --model takes an export
+or a Lightning checkpoint of the official trainer. Then:
+
+    python finetune/diffusion_buffer.py --enhance noisy_wavs --model runs/live/export --out enhanced --delay 5
+    python finetune/diffusion_buffer.py --doctor
+
+On a laptop, in a minute, with the embedded demo:
+
+    deepspeed finetune/diffusion_buffer.py --ds ds_configs/zero2.json --steps 20 --eval-every 0
+"""
+
+import dataclasses
+import faulthandler
+import functools
+import os
+import signal as signals
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from common.config import UserError, flag, parse_args
+from common.ds_config import resolve_ds, stage_of
+from common.pair_flags import PairConfig
+from common.runtime import bar_codecs, catch_signals
+
+# ---- arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config(PairConfig):
+    without: ClassVar[tuple[str, ...]] = ("micro_tokens", "seconds", "test_data", "gradient_checkpointing")
+
+    doctor: bool = flag(False, "check mathematics, stream and loss without training, then stop", group="run", free=True)
+    deep: bool = flag(False, "--doctor also learns one clip by heart, in minutes", group="run", free=True)
+    safe: bool = flag(False, "micro-batches of one crop, fp32, no thread: the same training", group="run", free=True)
+    delay: int = flag(0, "--enhance: frames until a frame is given out; 0 = the buffer", group="run", low=0, free=True)
+    temperature: float = flag(1.0, "--enhance: scale of the stream's noise; 0 = none", group="run", low=0, free=True)
+
+    epochs: float = flag(250.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
+    micro_batch: int = flag(4, "crops a rank and micro-batch", group="schedule", low=1, free=True)
+    accumulation: int = flag(1, "micro-batches a rank and optimizer step", group="schedule", low=1, free=True)
+    weight_decay: float = flag(0.0, "on matrices only; 0 = off", group="optimizer", low=0)
+    ema: float = flag(0.999, "decay of the average of the weights; 0 = off", group="optimizer", low=0, high=0.99999)
+    precision: Literal["bf16", "fp32"] = flag("bf16", "of the network; all else is fp32", group="optimizer", free=True)
+    max_skips: int = flag(5, "abort after this many non-finite steps in a row", group="optimizer", low=1)
+    best_by: Literal["pesq", "estoi", "si_sdr", "sdr", "lsd", "loss"] = flag(
+        "pesq", "metric of the stream that chooses the best checkpoint and the export", group="output"
+    )
+
+    network: Literal["ncsnpp", "block_causal"] = flag("ncsnpp", "of the first or of the second paper")
+    width: int = flag(0, "channels of the first scale; 0 = as published, 96 or 128", low=0)
+    block: Literal[16, 32] = flag(32, "block_causal: frames of a block")
+    n_fft: int = flag(510, "samples of a window", low=30)
+    hop: int = flag(256, "samples between windows", low=8)
+    frames: int = flag(128, "frames that the network sees, rounded up to what it takes", low=8)
+    buffer: int = flag(20, "frames that are being denoised, the last of --frames", low=4)
+    sde_c: float = flag(0.08, "noise of the diffusion: g(t)^2 = c k^2t")
+    sde_k: float = flag(2.6, "its growth")
+    t_eps: float = flag(0.03, "smallest time")
+    t_max: float = flag(0.999, "largest time in training")
+    reverse_start: float = flag(0.8, "time of the newest frame in the stream")
+    loss: Literal["dp", "dsm", "dsm_unweighted"] = flag("dp", "dp: clean speech, any delay; dsm: the score")
+    output_scale: Literal["auto", "none", "sigma", "time"] = flag("auto", "auto = none for dp, sigma for dsm")
+    times: Literal["jitter", "random", "grid"] = flag("jitter", "how a crop's times are drawn")
+    context_time: float = flag(0.0, "time that the context is labelled with; 1 = official weights of scale time")
+    context_noise: float = flag(0.0, "share of the crops whose context is not clean", low=0, high=1)
+    gain_low: float = flag(-12.0, "keyed random level of a crop in dB, from")
+    gain_high: float = flag(6.0, "to")
+    pad_short: bool = flag(False, "accept clips shorter than the buffer: silence comes before them")
+
+    @property
+    def engine_precision(self) -> str:
+        return "fp32"  # bf16 is for the network alone; spectra, diffusion and loss need all their digits
+
+
+# A narrow network that learns the synthetic noise in a minute.
+DEMO = {
+    "width": 8,
+    "frames": 16,
+    "buffer": 8,
+    "t_max": 0.8,
+    "micro_batch": 8,
+    "steps": 160,
+    "lr": 3e-3,
+    "warmup": 20.0,
+    "ema": 0.98,
+    "precision": "fp32",
+    "hold_out": ["dov"],
+    "best_by": "si_sdr",
+    "gain_low": 0.0,
+    "gain_high": 0.0,
+    "eval_every": 80,
+    "save_every": 80,
+    "eval_files": 4,
+    "samples": 2,
+}
+
+if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and the scorers stay small
+    catch_signals()
+    bar_codecs()
+    CONFIG = parse_args(Config, __doc__, demo=DEMO)
+    from common.scorer import Scorer
+
+    SCORER = Scorer(CONFIG.pesq_workers)
+
+import deepspeed
+import numpy as np
+import torch
+from torch import nn
+
+from common import engine, memory, runs
+from common.feed import mover, prefetch
+from common.keyed import key64
+from common.optim import learning_rate
+from common.pairs import PairDataset, split_pairs
+from common.plan import Plan
+from common.report import write_report
+from common.runtime import Ranks, all_sum, memory_gb, run_main, say, start_ranks, stop_requested
+from common.scorer import Scorer
+from common.track import Meter
+from models import buffer_signal as signal
+from models.buffer_data import Windows
+from models.buffer_evaluate import Evaluation, evaluate, sample
+from models.buffer_files import load_network, write_export
+from models.buffer_signal import Spec, batch_to_loss, spec_of
+from models.buffer_stream import enhance_folder, say_latency
+from models.diffusion_buffer import build_network
+
+FP32_STEPS = 100  # after a loss that only fp32 could compute
+
+# ---- model -----------------------------------------------------------------------------------------------------
+
+
+def build_model(config: Config, ds: dict, spec: Spec) -> nn.Module:
+    if stage_of(ds) == 3:
+        raise UserError(f"--ds {config.ds} is ZeRO-3: 18 to 26 million weights need no sharding, use zero2.json.")
+    torch.manual_seed(key64(config.seed, "weights") % 2**63)
+    if config.model:
+        return load_network(config.model, spec)[0]
+    return build_network(spec.network, spec.width, spec.block)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------
+
+
+def build_data(config: Config, spec: Spec, ranks: Ranks) -> tuple[Windows, PairDataset | None, np.ndarray]:
+    """The windows to train on; the pairs, and which of them, to evaluate on."""
+    crops, chosen, rows = split_pairs(config, signal.RATE, ranks)
+    return Windows(crops.pairs, crops.rows, spec, config), chosen, rows
+
+
+# ---- batch to loss ---------------------------------------------------------------------------------------------
+
+
+def compute_loss(model, batch, spec: Spec):
+    """Loss sum, its parts by quarter of the times, and the output's size; see models/buffer_signal.py."""
+    return batch_to_loss(model, batch, spec)
+
+
+def loss_or_fp32(ds_engine, batch: dict):
+    """The loss, computed again in fp32 where bf16 makes it infinite; whether that helped."""
+    found = ds_engine(batch)
+    if not batch["autocast"] or bool(found[0].isfinite()):
+        return *found, False
+    found = ds_engine(batch | {"autocast": False})
+    return *found, bool(found[0].isfinite())
+
+
+# ---- export ----------------------------------------------------------------------------------------------------
+
+
+def export(model, spec: Spec, run: runs.Run, facts: dict) -> None:
+    """The averaged weights with all that a stream needs to know. Every rank must call it."""
+    with run.average.in_place():
+        if run.ranks.first:
+            write_export(run.folder, model, spec, facts | {"training_config": dataclasses.asdict(run.config)})
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
+    """The whole run; returns the engine with its trained weights."""
+    if not config.data:
+        if config.model:
+            raise UserError("--model without --data: give pairs to train on, or --enhance.")
+        config.data = str(runs.demo_assets(ranks, "diffusion_buffer") / "pairs")
+
+    # model and data
+    spec = spec_of(config)
+    model = build_model(config, ds, spec)
+    windows, chosen, rows = build_data(config, spec, ranks)
+    crops = config.micro_batch * config.accumulation * ranks.world  # of one optimizer step
+    plan = Plan(np.ones(len(windows), dtype=np.int64), 1, config.seed)  # one by one: any split trains the same steps
+    steps = config.steps or plan.steps(config.epochs, crops)
+    say(f"clips {len(windows):,}, {steps} steps of {crops} crops of {spec.frames} frames, the last {spec.buffer} noisy")
+    say_latency(spec, spec.buffer)
+    memory.say_needs(model, ds, config, ranks)
+
+    # engine and resume
+    loss_of = functools.partial(compute_loss, spec=spec)
+    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("GroupNorm",), betas=(0.9, 0.999))
+    average = engine.Average(ds_engine, config.ema)
+    target_bins = crops * spec.bins * spec.buffer
+
+    def build(number: int) -> dict:
+        """Micro-batch `number` of this rank: its share of a step's crops."""
+        step, turn = divmod(number, config.accumulation)
+        first = step * crops + (turn * ranks.world + ranks.rank) * config.micro_batch
+        parts = [plan.micro_batch(first + i) for i in range(config.micro_batch)]
+        return mover(ranks.device)(windows.batch([(epoch, int(clip[0])) for epoch, clip in parts]))
+
+    if config.dry_run:
+        dry_run(ds_engine, build, target_bins, config, ranks)
+        return ds_engine
+    fingerprint = {"data": windows.pairs.fingerprint(), "rows": len(windows), "crops": crops}
+    run = runs.Run("diffusion_buffer", config, ds, ranks, ds_engine, average, fingerprint, steps)
+    extra = {"best": None, "fp32_until": 0} | run.extra
+    evaluation = Evaluation(chosen, rows, spec, config, scorer, ranks) if len(rows) else None
+    run.folder.mkdir(parents=True, exist_ok=True)
+    stacks = open(run.folder / f"stacks-{ranks.rank:05d}.txt", "w")  # kill -USR2 says where a rank hangs
+    faulthandler.register(signals.SIGUSR2, stacks)
+
+    # loop: every rank knows the whole plan
+    numbers = range(run.start * config.accumulation, steps * config.accumulation)
+    feed = map(build, numbers) if config.safe else prefetch(build, numbers)
+    if run.start == 0:
+        evaluate(model, evaluation, run, 0)
+    if all_sum([float(stop_requested())], ranks)[0]:
+        run.stop(run.start)
+    model.train()
+    for step in range(run.start, steps):
+        meter, watched, rescued, sigmas = Meter(), [], 0, []
+        for turn in range(config.accumulation):
+            batch = meter.next(feed)
+            batch["autocast"] = config.precision == "bf16" and step >= extra["fp32_until"]
+            loss_sum, stats, watch, saved = loss_or_fp32(ds_engine, batch)
+            engine.backward(ds_engine, loss_sum, target_bins, ranks.world)
+            meter.add(batch, loss_sum, stats)
+            watched.append(watch)
+            sigmas.append(batch["sigma"])
+            rescued += saved
+            if turn + 1 < config.accumulation:
+                ds_engine.step()  # only counts the micro-batch
+        lr = learning_rate(step, steps, config)
+        engine.set_learning_rate(ds_engine, lr)
+        applied, norm = engine.take_step(ds_engine)
+        totals = meter.reduce(ranks)
+
+        done, last = step + 1, step + 1 == steps
+        if config.precision == "bf16" and all_sum([rescued], ranks)[0]:
+            extra["fp32_until"] = done + FP32_STEPS
+            run.tracker.event("amp_fallback", done, until=extra["fp32_until"])
+            say(f"warning: step {done} was finite only in fp32, which the next {FP32_STEPS} steps take too")
+        if applied:
+            average.update(step)
+            values = {name: max(float(watch[name]) for watch in watched) for name in watched[0]}
+            values |= {"sigma_min": float(torch.cat(sigmas).min()), "sigma_max": float(torch.cat(sigmas).max())}
+            values["loss"] = float(totals.losses.sum() / totals.counts.sum())
+            epoch = round(done * crops / plan.per_epoch, 4)
+            run.log(done, meter, totals, totals.padded, signal.QUARTERS, epoch=epoch, lr=lr, grad_norm=norm, **values)
+        else:
+            parts = [plan.micro_batch(number) for number in range(step * crops, done * crops)]
+            run.skip(done, meter, [name for epoch, clip in parts for name in windows.ids(clip)])
+
+        score = None
+        if last or due(config.eval_every, done):
+            score = evaluate(model, evaluation, run, done)
+            if config.export and score is not None and (extra["best"] is None or score < extra["best"]):
+                extra["best"] = score
+                export(model, spec, run, {"step": done, config.best_by: abs(score)})
+        if last or totals.stop or due(config.save_every, done):
+            run.save(done, score, extra)
+        if totals.stop and not last:
+            run.stop(done)
+        if evaluation and config.samples and (last or due(config.sample_every, done)):
+            sample(model, evaluation, run, done)
+
+    # finish
+    if config.export and extra["best"] is None:
+        export(model, spec, run, {"step": steps})
+    all_sum([0.0], ranks)  # what all ranks write is on disk
+    run.finish(steps)
+    if ranks.first:
+        say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
+    return ds_engine
+
+
+def dry_run(ds_engine, build, target_bins: int, config: Config, ranks: Ranks) -> None:
+    """One optimizer step, its time and memory."""
+    began = time.monotonic()
+    for turn in range(config.accumulation):
+        loss_sum, stats, _ = ds_engine(build(turn) | {"autocast": config.precision == "bf16"})
+        engine.backward(ds_engine, loss_sum, target_bins, ranks.world)
+        if turn + 1 < config.accumulation:
+            ds_engine.step()
+    applied, norm = engine.take_step(ds_engine)
+    peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
+    loss = float(stats[0].sum() / stats[1].sum())
+    say(f"dry run: one step {time.monotonic() - began:.1f} s, applied {applied}, loss {loss:.4f}, norm {norm:.3f};"
+        f" peak memory {peak}")  # fmt: skip
+
+
+def due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def make_safe(config: Config) -> None:
+    """--safe: the same crops in every optimizer step, one at a time and in full precision."""
+    if config.safe:
+        config.accumulation, config.micro_batch = config.accumulation * config.micro_batch, 1
+        config.precision = "fp32"
+
+
+def main(config: Config) -> None:
+    make_safe(config)
+    spec = spec_of(config)
+    if config.doctor:
+        from models.buffer_doctor import diagnose
+
+        diagnose(config, spec, SCORER)
+    elif config.enhance:
+        if not config.model or not config.out:
+            raise UserError("--enhance needs --model and --out.")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        network, spec = load_network(config.model)
+        options = (config.delay, config.seed, config.temperature, device)
+        enhance_folder(network.to(device).eval(), spec, Path(config.enhance), Path(config.out), *options)
+    else:
+        train(config, start_ranks(), resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1"))), SCORER)
+
+
+if __name__ == "__main__":
+    deepspeed.utils.logger.setLevel("WARNING")
+    run_main(main, CONFIG)

@@ -1,0 +1,361 @@
+"""The two networks of the Diffusion Buffer, under the names of the official checkpoints.
+
+NCSNpp (the first paper's, reduced) and BlockCausal (the second paper's). Both take the buffer, the noisy frames and
+what `embed` makes of the frames' times, and give one complex value a bin. N sounds, F bins, K frames, C channels.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+FOURIER_SCALE = 16.0
+ALMOST_NOTHING = 1e-10  # scale of the layers that start at zero
+
+
+def start_fan_avg(weight: torch.Tensor, scale: float = 1.0) -> None:
+    """Uniform with variance scale / mean of fan-in and fan-out, as the official networks start."""
+    inner = math.prod(weight.shape[2:])
+    bound = math.sqrt(3 * scale / ((weight.shape[0] + weight.shape[1]) / 2 * inner))
+    nn.init.uniform_(weight, -bound, bound)
+
+
+def conv(inside: int, outside: int, size: int, scale: float = 1.0) -> nn.Conv2d:
+    layer = nn.Conv2d(inside, outside, size, padding=size // 2)
+    start_fan_avg(layer.weight.data, scale)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def linear(inside: int, outside: int) -> nn.Linear:
+    layer = nn.Linear(inside, outside)
+    start_fan_avg(layer.weight.data)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(min(channels // 4, 32), channels, eps=1e-6)
+
+
+def fir_down(x: torch.Tensor, both: bool = True) -> torch.Tensor:
+    """Half the frequencies and, with `both`, half the frames: [1, 3, 3, 1] / 8 a dimension.
+
+    In sums of slices: as convolutions these take half the time of a small network on a CPU.
+    """
+    for dim in (2, 3) if both else (2,):
+        even, odd = _slices(x, dim, 0, None, 2), _slices(x, dim, 1, None, 2)
+        edge = torch.zeros_like(_slices(x, dim, 0, 1))
+        before = torch.cat([edge, _slices(odd, dim, 0, -1)], dim)
+        after = torch.cat([_slices(even, dim, 1, None), edge], dim)
+        x = (before + after) * 0.125 + (even + odd) * 0.375
+    return x
+
+
+def fir_up(x: torch.Tensor, both: bool = True) -> torch.Tensor:
+    """Twice of them, by the same filter."""
+    for dim in (2, 3) if both else (2,):
+        edge = torch.zeros_like(_slices(x, dim, 0, 1))
+        before = torch.cat([edge, _slices(x, dim, 0, -1)], dim)
+        after = torch.cat([_slices(x, dim, 1, None), edge], dim)
+        most = x * 0.75
+        x = torch.stack([most + before * 0.25, most + after * 0.25], dim + 1).flatten(dim, dim + 1)
+    return x
+
+
+def _slices(x: torch.Tensor, dim: int, start: int, end: int | None, step: int = 1) -> torch.Tensor:
+    return x[(slice(None),) * dim + (slice(start, end, step),)]
+
+
+def real_input(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """(N, F, K) complex buffer and noisy frames -> (N, 4, F, K)."""
+    assert x.shape == y.shape and x.dim() == 3, f"buffer {tuple(x.shape)}, noisy frames {tuple(y.shape)}"
+    return torch.stack([x.real, x.imag, y.real, y.imag], dim=1)
+
+
+def complex_output(h: torch.Tensor) -> torch.Tensor:
+    """(N, 2, F, K) -> (N, F, K) complex."""
+    return torch.complex(h[:, 0].float(), h[:, 1].float())
+
+
+class Fourier(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(size) * FOURIER_SCALE, requires_grad=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        angle = value[:, :, None] * self.W * (2 * math.pi)
+        return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+# ---- the first paper's network ---------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Residual block; its time enters through a convolution that strides to the block's frame rate."""
+
+    def __init__(self, inside: int, outside: int, time_size: int, factor: int, resample: str = ""):
+        super().__init__()
+        self.resample = {"": None, "down": fir_down, "up": fir_up}[resample]
+        self.GroupNorm_0 = norm(inside)
+        self.Conv_0 = conv(inside, outside, 3)
+        self.Conv_time = nn.Conv1d(time_size, outside, 3, stride=factor, padding=1)
+        self.GroupNorm_1 = norm(outside)
+        self.Conv_1 = conv(outside, outside, 3, ALMOST_NOTHING)
+        self.Conv_2 = conv(inside, outside, 1) if inside != outside or resample else nn.Identity()
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.GroupNorm_0(x))
+        if self.resample:
+            h, x = self.resample(h), self.resample(x)
+        h = self.Conv_0(h) + time
+        h = self.Conv_1(F.silu(self.GroupNorm_1(h)))
+        return (self.Conv_2(x) + h) * math.sqrt(0.5)
+
+
+class Channels(nn.Module):
+    """A matrix on the channels, stored (in, out)."""
+
+    def __init__(self, size: int, scale: float = 0.1):
+        super().__init__()
+        self.W = nn.Parameter(torch.empty(size, size))
+        self.b = nn.Parameter(torch.zeros(size))
+        start_fan_avg(self.W.data, scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.W + self.b
+
+
+class Attention(nn.Module):
+    """One head over all positions."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.GroupNorm_0 = norm(size)
+        self.NIN_0, self.NIN_1, self.NIN_2 = (Channels(size) for _ in range(3))
+        self.NIN_3 = Channels(size, ALMOST_NOTHING)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.GroupNorm_0(x).flatten(2).transpose(1, 2)
+        h = F.scaled_dot_product_attention(self.NIN_0(h), self.NIN_1(h), self.NIN_2(h))
+        return (x + self.NIN_3(h).transpose(1, 2).reshape(x.shape)) * math.sqrt(0.5)
+
+
+class Combine(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.Conv_0 = conv(4, size, 1)
+
+    def forward(self, small: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return self.Conv_0(small) + h
+
+
+class NCSNpp(nn.Module):
+    """U-net over 4 scales. F and K must be multiples of 8; the attention is in the bottleneck and nowhere else."""
+
+    multiple_of = (8, 8)  # F, K
+    widths = (1, 2, 2, 2)
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width, time_size, levels = width, 4 * width, len(self.widths)
+        sizes = [width * factor for factor in self.widths]
+        self.output_layer = nn.Conv2d(4, 2, 1)
+        nn.init.zeros_(self.output_layer.bias)  # so that an untrained network says 0, and its DSM loss is 1
+        modules = [Fourier(width), linear(2 * width, time_size), linear(time_size, time_size), conv(4, width, 3)]
+        inside, skips = width, [width]
+        for level, size in enumerate(sizes):
+            modules.append(Block(inside, size, time_size, 2**level))
+            inside = size
+            skips.append(inside)
+            if level + 1 < levels:
+                modules += [Block(inside, inside, time_size, 2 ** (level + 1), "down"), Combine(inside)]
+                skips.append(inside)
+        factor = 2 ** (levels - 1)
+        modules += [
+            Block(inside, inside, time_size, factor),
+            Attention(inside),
+            Block(inside, inside, time_size, factor),
+        ]
+        for level, size in reversed(list(enumerate(sizes))):
+            for _ in range(2):
+                modules.append(Block(inside + skips.pop(), size, time_size, 2**level))
+                inside = size
+            modules += [norm(inside), conv(inside, 4, 3, ALMOST_NOTHING)]
+            if level:
+                modules.append(Block(inside, inside, time_size, 2 ** (level - 1), "up"))
+        self.all_modules = nn.ModuleList(modules)
+
+    def embed(self, t: torch.Tensor) -> list[torch.Tensor]:
+        """(N, K) times, 0 outside of the buffer -> what they add in each block. A stream computes it once."""
+        fourier, first, second = self.all_modules[:3]
+        time = second(F.silu(first(fourier(torch.log(t + 0.01))))).transpose(1, 2)
+        return [part.Conv_time(time)[:, :, None] for part in self.all_modules if isinstance(part, Block)]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor):
+        """(N, F, K) complex -> (N, F, K) complex, before the last layer divided by `scale` (N or 1, K)."""
+        small = real_input(x, y)
+        assert small.shape[2] % 8 == 0 and small.shape[3] % 8 == 0, f"bins and frames {tuple(small.shape[2:])}"
+        parts, times = iter(self.all_modules[4:]), iter(times)
+        levels = len(self.widths)
+        skips = [self.all_modules[3](small)]
+        for level in range(levels):
+            skips.append(next(parts)(skips[-1], next(times)))
+            if level + 1 < levels:
+                h = next(parts)(skips[-1], next(times))
+                small = fir_down(small)
+                skips.append(next(parts)(small, h))
+        h = next(parts)(skips[-1], next(times))
+        h = next(parts)(h)
+        h = next(parts)(h, next(times))
+        pyramid = None
+        for level in reversed(range(levels)):
+            for _ in range(2):
+                h = next(parts)(torch.cat([h, skips.pop()], dim=1), next(times))
+            grown = next(parts)(h)
+            grown = next(parts)(F.silu(grown))
+            pyramid = grown if pyramid is None else fir_up(pyramid) + grown
+            if level:
+                h = next(parts)(h, next(times))
+        return complex_output(self.output_layer(pyramid / scale[:, None, None, :]))
+
+
+# ---- the second paper's network --------------------------------------------------------------------------------
+
+
+class CumulativeNorm(nn.Module):
+    """Group norm whose mean and variance at a frame are those of all frames up to it."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.groups = min(channels // 4, 32)
+        self.gain = nn.Parameter(torch.ones(1, channels, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(1, channels, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):  # a sum over thousands of values has no place in bf16
+            n, c, f, k = x.shape
+            grouped = x.float().reshape(n, self.groups, c // self.groups * f, k)
+            count = torch.arange(1, k + 1, device=x.device) * grouped.shape[2]
+            mean = grouped.sum(2).cumsum(-1) / count
+            variance = grouped.square().sum(2).cumsum(-1) / count - mean.square()
+            grouped = (grouped - mean[:, :, None]) * torch.rsqrt(variance.clamp(min=0) + 1e-6)[:, :, None]
+            return grouped.reshape(n, c, f, k) * self.gain + self.bias
+
+
+class PastConv(nn.Conv2d):
+    """Convolution padded with zeros in the past, by repetition in frequency; the newest frame stays the last one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high, wide = self.kernel_size
+        if (high, wide) == (1, 1):
+            return super().forward(x)
+        steps = -(-x.shape[-1] // self.stride[1])
+        past = (steps - 1) * self.stride[1] + wide - x.shape[-1]
+        x = F.pad(F.pad(x, (past, 0)), (0, 0, high // 2, high // 2), mode="replicate")
+        return super().forward(x)
+
+
+class PastConvTranspose(nn.ConvTranspose2d):
+    """The way back: `frames` of the finer rate, of which none has seen a coarse frame that is not yet there."""
+
+    def forward(self, x: torch.Tensor, frames: int) -> torch.Tensor:
+        y = super().forward(x)[:, :, 1:-1]
+        y = y[..., : x.shape[-1] * self.stride[1]]
+        return y[..., y.shape[-1] - frames :]
+
+
+class CausalBlock(nn.Module):
+    """`stride`: of the frames, in the block's last convolutions. `factor`: frames a frame of the block's input."""
+
+    def __init__(self, inside: int, outside: int, time_size: int, factor: int, stride: int = 1, resample: str = ""):
+        super().__init__()
+        self.resample = {"": None, "down": fir_down, "up": fir_up}[resample]
+        self.up = resample == "up"
+        size = (3, max(3, stride + 1))
+        layer = PastConvTranspose if self.up else PastConv
+        self.GroupNorm_0 = CumulativeNorm(inside)
+        self.Conv_0 = layer(inside, outside, 3)
+        self.Conv_time = nn.Conv1d(time_size, outside, 3, stride=factor, padding=1)
+        self.GroupNorm_1 = CumulativeNorm(outside)
+        self.Conv_1 = layer(outside, outside, size, stride=(1, stride))
+        self.Conv_2 = layer(inside, outside, size, stride=(1, stride))
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor, frames: int = 0) -> torch.Tensor:
+        """`frames`: those of the output, where it has more than the input."""
+        same, more = ((x.shape[-1],), (frames,)) if self.up else ((), ())
+        h = F.silu(self.GroupNorm_0(x))
+        if self.resample:
+            h, x = self.resample(h, both=False), self.resample(x, both=False)
+        h = self.Conv_0(h, *same) + time
+        h = self.Conv_1(F.silu(self.GroupNorm_1(h)), *more)
+        return (self.Conv_2(x, *more) + h) * math.sqrt(0.5)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inside: int, outside: int):
+        super().__init__()
+        self.lin_layer = linear(inside, outside)
+
+
+class TimeEncoding(Fourier):
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.lin_layer1, self.lin_layer2 = Wrapped(2 * width, 4 * width), Wrapped(4 * width, 4 * width)
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.lin_layer2.lin_layer(self.lin_layer1.lin_layer(super().forward(t))))
+
+
+class BlockCausal(nn.Module):
+    """A frame d before the newest sees d frames after itself, at most block - 1. F must be a multiple of 16."""
+
+    multiple_of = (16, 1)
+
+    def __init__(self, width: int, block: int = 32):
+        super().__init__()
+        self.width, self.block = width, block
+        sizes = [width, *[2 * width] * 4]
+        strides = {32: (2, 2, 2, 4), 16: (2, 2, 2, 2)}[block]
+        factors = [math.prod(strides[:i]) for i in range(5)]
+        time_size = 4 * width
+        self.temp_enc = TimeEncoding(width)
+        self.in_layer = PastConv(4, width, 3)
+        self.down_layers = nn.ModuleList(
+            CausalBlock(sizes[i], sizes[i + 1], time_size, factors[i], strides[i], "down") for i in range(4)
+        )
+        self.bottleneck_layers = nn.ModuleList(CausalBlock(sizes[4], sizes[4], time_size, factors[4]) for _ in range(2))
+        self.up_layers = nn.ModuleList(
+            CausalBlock(2 * sizes[i], sizes[i - 1], time_size, factors[i], strides[i - 1], "up") for i in (4, 3, 2, 1)
+        )
+        self.out_layers = nn.ModuleList([CumulativeNorm(width), nn.SiLU(), PastConv(width, 4, 3), PastConv(4, 2, 1)])
+
+    def embed(self, t: torch.Tensor) -> list[torch.Tensor]:
+        time = self.temp_enc(t).transpose(1, 2)  # the time itself: the official code computes a logarithm and drops it
+        blocks = [*self.down_layers, *self.bottleneck_layers, *self.up_layers]
+        return [block.Conv_time(time)[:, :, None] for block in blocks]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor):
+        times = iter(times)
+        h = self.in_layer(real_input(x, y))
+        skips, frames = [], [h.shape[-1]]
+        for block in self.down_layers:
+            h = block(h, next(times))
+            skips.append(h)
+            frames.append(h.shape[-1])
+        for block in self.bottleneck_layers:
+            h = block(h, next(times))
+        for block in self.up_layers:
+            frames.pop()
+            h = block(torch.cat([h, skips.pop()], dim=1), next(times), frames[-1])
+        for layer in self.out_layers:
+            h = layer(h)
+        return complex_output(h / scale[:, None, None, :])
+
+
+WIDTHS = {"ncsnpp": 96, "block_causal": 128}  # as published
+
+
+def build_network(network: str, width: int, block: int) -> nn.Module:
+    return NCSNpp(width) if network == "ncsnpp" else BlockCausal(width, block)

@@ -1,0 +1,250 @@
+"""Spectra, diffusion and losses of the Diffusion Buffer against formulas and numbers from elsewhere."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import diffusion_buffer as recipe
+from common.config import UserError
+from models import buffer_doctor as doctor
+from models import buffer_signal as signal
+from models.buffer_data import Windows, cut
+from models.buffer_signal import Spec
+from models.diffusion_buffer import NCSNpp
+
+SPEC = Spec(width=8, n_fft=126, hop=64, frames=16, buffer=8)
+# sigma at 0.03, 0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.999 for k = 2.6, to four places
+TIMES = [0.03, 0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.999]
+GOLDEN = {
+    0.08: [0.0490, 0.0892, 0.1402, 0.1929, 0.2064, 0.1773, 0.1404, 0.0231],
+    0.52: [0.1248, 0.2275, 0.3576, 0.4917, 0.5261, 0.4519, 0.3579, 0.0589],
+}
+
+
+@pytest.mark.parametrize("c", GOLDEN)
+def test_sigma_is_the_golden_table(c):
+    spec = dataclasses.replace(SPEC, sde_c=c)
+    assert signal.sigma(spec, TIMES) == pytest.approx(GOLDEN[c], abs=1e-4)
+    assert signal.g(spec, 0) ** 2 == pytest.approx(c)
+    if c == 0.08:
+        assert signal.g(spec, [0.03, 0.5, 0.8, 0.999]) == pytest.approx([0.291, 0.456, 0.608, 0.735], abs=1e-3)
+        grid = np.linspace(0.01, 0.99, 981)
+        values = signal.sigma(spec, grid)
+        assert values.max() == pytest.approx(0.2117, abs=1e-4) and grid[values.argmax()] == pytest.approx(
+            0.713, abs=2e-3
+        )
+
+
+@pytest.mark.parametrize("name", [n for n in doctor.CHECKS if n not in ("repeatable", "silence", "speed")])
+def test_what_the_doctor_checks_holds(name):
+    fine, numbers = doctor.CHECKS[name](SPEC)
+    assert fine, numbers
+
+
+def test_the_doctor_sees_a_wrong_sigma(monkeypatch):
+    right = signal.sigma
+    monkeypatch.setattr(signal, "sigma", lambda spec, t: right(spec, t) * math.sqrt(spec.sde_c))  # g = c k^t
+    assert not doctor.check_sigma(SPEC)[0] and not doctor.check_simulation(SPEC)[0]
+
+
+def test_one_second_is_63_frames_and_they_are_those_of_torch():
+    spec = Spec()
+    assert signal.frame_count(16000, 256) == 63 and spec.bins == 256
+    wave = torch.randn(16000)
+    bins = torch.stft(wave, 510, 256, window=torch.hann_window(510), pad_mode="constant", return_complex=True)
+    expected = 0.15 * bins.abs() ** 0.5 * torch.exp(1j * bins.angle())
+    assert bins.shape[1] == 63
+    assert torch.allclose(signal.whole_spectrum(wave, spec, 63), expected, atol=1e-5)
+    assert torch.allclose(signal.analyse(wave[: 510], spec), signal.whole_spectrum(wave[255:], spec, 1)[:, 0] * 0
+                          + signal.compress(torch.fft.rfft(wave[:510] * torch.hann_window(510))))  # fmt: skip
+    assert torch.allclose(signal.expand(expected), bins, atol=1e-4)
+
+
+def test_a_window_is_a_cut_of_the_whole_spectrum_with_silence_before():
+    wave = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    whole = signal.whole_spectrum(torch.from_numpy(wave), SPEC, signal.frame_count(2000, SPEC.hop))
+    for last in (0, 5, 20, 31):
+        found = signal.spectra(torch.from_numpy(cut(wave, last, SPEC))[None], SPEC)[0]
+        expected = torch.zeros(SPEC.bins, SPEC.frames) + 0j
+        first = last - SPEC.frames + 1
+        expected[:, max(0, -first) :] = whole[:, max(0, first) : last + 1]
+        before = max(0, -first)
+        assert torch.allclose(found[:, before:], expected[:, before:], atol=1e-5)
+        assert not found[:, : max(0, before - 1)].any()  # the frame just before the start reaches into the sound
+
+
+# ---- times and crops -------------------------------------------------------------------------------------------
+
+
+def test_jittered_times_ascend_one_in_each_cell():
+    grid = np.linspace(SPEC.t_eps, SPEC.t_max, SPEC.buffer)
+    draws = np.array([signal.training_times(SPEC, "jitter", 0, 0, i) for i in range(500)])
+    assert (np.diff(draws) > 0).all() and (draws[:, 0] == SPEC.t_eps).all() and draws.max() <= SPEC.t_max
+    assert (np.abs(draws - grid) <= (grid[1] - grid[0]) / 2 + 1e-9).all()
+    assert draws.mean(0)[1:-1] == pytest.approx(grid[1:-1], abs=0.01)
+    assert len(np.unique(draws[:, 3])) == 500
+    free = np.array([signal.training_times(SPEC, "random", 0, 0, i) for i in range(200)])
+    assert (np.diff(free) >= 0).all() and free.std(0)[3] > draws.std(0)[3]
+    assert (signal.training_times(SPEC, "grid", 0) == grid).all()
+
+
+def windows(**changes) -> Windows:
+    noisy, clean = doctor.pair(1.0)
+    found = doctor.windows_of(noisy, clean, SPEC)
+    for name, value in changes.items():
+        setattr(found.config, name, value)
+    return found
+
+
+def test_a_crop_depends_on_its_key_alone():
+    one, two = windows(context_noise=0.5), windows(context_noise=0.5)
+    batch, again = one.batch([(3, 0), (4, 0)]), two.batch([(4, 0)])
+    for name in ("t", "sigma", "z", "noisy", "clean", "mix", "dirt"):
+        assert torch.equal(batch[name][1], again[name][0])
+        assert not torch.equal(batch[name][0], batch[name][1]) or name in ("mix", "dirt")
+
+
+def test_the_gain_is_the_same_on_both_sides_and_in_its_range():
+    plain = windows()
+    louder = windows(gain_low=6.0, gain_high=6.0)
+    for side in ("noisy", "clean"):
+        a, b = plain.batch([(0, 0)])[side], louder.batch([(0, 0)])[side]
+        assert torch.allclose(b, a * 10 ** (6 / 20), rtol=1e-5)
+
+
+def test_a_context_is_corrupted_as_often_as_asked():
+    batch = windows(context_noise=0.3).batch([(i, 0) for i in range(300)])
+    dirty = batch["mix"] > 0
+    assert 0.2 < dirty.float().mean() < 0.4 and batch["mix"].max() <= 0.5
+    assert torch.equal(batch["dirt"].abs().sum((1, 2)) > 0, dirty)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------
+
+
+class Seen(torch.nn.Module):
+    """Answers what it is told to, and remembers what it was asked."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def embed(self, t):
+        self.t = t
+        return []
+
+    def forward(self, x, y, times, scale):
+        self.x, self.y, self.scale = x, y, scale
+        return self.answer(x, y)
+
+
+def made_batch(count=3):
+    return doctor.batch_of(SPEC, count)
+
+
+def spectra_of(batch):
+    window = torch.hann_window(SPEC.n_fft)
+    found = []
+    for side in ("clean", "noisy"):
+        bins = torch.stft(batch[side], SPEC.n_fft, SPEC.hop, window=window, center=False, return_complex=True)
+        found.append(0.15 * bins.abs() ** 0.5 * torch.exp(1j * bins.angle()))
+    return found
+
+
+def test_the_network_is_shown_the_buffer_of_the_paper():
+    batch, network = made_batch(), Seen(lambda x, y: x)
+    signal.batch_to_loss(network, batch, SPEC)
+    clean, noisy = spectra_of(batch)
+    t = batch["t"][:, None]
+    expected = clean.clone()
+    expected[..., -8:] = (1 - t) * clean[..., -8:] + t * noisy[..., -8:] + batch["sigma"][:, None] * batch["z"]
+    assert torch.allclose(network.x, expected, atol=1e-5) and torch.allclose(network.y, noisy, atol=1e-5)
+    assert not network.t[:, :8].any() and torch.equal(network.t[:, 8:], batch["t"])
+    labelled = dataclasses.replace(SPEC, context_time=1.0, output_scale="time")
+    signal.batch_to_loss(network, batch, labelled)
+    assert (network.t[:, :8] == 1).all() and torch.equal(network.scale[:, 8:], batch["t"])
+
+
+def test_the_losses_are_zero_for_the_right_answer_and_known_for_a_wrong_one():
+    batch = made_batch()
+    clean, _ = spectra_of(batch)
+    z = torch.cat([torch.zeros(3, SPEC.bins, 8), batch["z"]], dim=-1)
+    std = torch.cat([torch.ones(3, 8), batch["sigma"]], dim=1)[:, None]
+    bins = 3 * SPEC.bins * 8
+    for loss, right in (("dp", clean), ("dsm", -z / std), ("dsm_unweighted", -z / std)):
+        spec = dataclasses.replace(SPEC, loss=loss)
+        total, stats, _ = signal.batch_to_loss(Seen(lambda x, y, right=right: right), batch, spec)
+        assert float(total) / bins < 1e-9
+        total, stats, watch = signal.batch_to_loss(Seen(lambda x, y, right=right: right + 0.1), batch, spec)
+        off = {"dp": 0.01, "dsm": 0.01 * float(batch["sigma"].square().mean()), "dsm_unweighted": 0.01}[loss]
+        assert float(total) / bins == pytest.approx(off, rel=1e-3)
+        assert float(stats[0].sum()) == pytest.approx(float(total), rel=1e-5)
+        assert stats[1].tolist() == [bins / 4] * 4
+        assert float((stats[0] / stats[1]).mean()) == pytest.approx(float(total) / bins, rel=1e-5)
+        assert all(math.isfinite(float(value)) for value in watch.values())
+
+
+@pytest.mark.parametrize("scale", ["sigma", "none"])
+def test_an_untrained_network_has_a_dsm_loss_of_one(scale):
+    spec = dataclasses.replace(SPEC, loss="dsm", output_scale=scale)
+    torch.manual_seed(1)
+    _, stats, _ = signal.batch_to_loss(NCSNpp(8), made_batch(8), spec)
+    assert float(stats[0].sum() / stats[1].sum()) == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_corrupted_context_lies_between_clean_and_noisy():
+    batch, network = made_batch(2), Seen(lambda x, y: x)
+    batch["mix"], batch["dirt"] = torch.tensor([0.5, 0.0]), torch.zeros(2, SPEC.bins, 8) + 0j
+    signal.batch_to_loss(network, batch, SPEC)
+    clean, noisy = spectra_of(batch)
+    assert torch.allclose(network.x[0, :, :8], ((clean + noisy) / 2)[0, :, :8], atol=1e-5)
+    assert torch.allclose(network.x[1, :, :8], clean[1, :, :8], atol=1e-5)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"t_eps": 0.0}, "0 < t-eps < t-max < 1"),
+        ({"t_max": 1.0}, "0 < t-eps < t-max < 1"),
+        ({"t_eps": 0.9, "t_max": 0.5}, "0 < t-eps < t-max < 1"),
+        ({"t_eps": 1e-6}, "below 1e-3: raise --t-eps"),
+        ({"buffer": 200}, "--buffer 200 does not fit into --frames 128 .of --hop 256"),
+        ({"n_fft": 500}, "--n-fft 500 gives 251 bins"),
+        ({"hop": 400}, "--hop 400 is not between"),
+        ({"width": 10}, "--width 10 is not a multiple of 8"),
+        ({"sde_k": 1.0}, "--sde-k 1 above 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        signal.spec_of(recipe.Config(**changes))
+
+
+def test_frames_are_rounded_up_to_what_the_network_takes():
+    assert signal.spec_of(recipe.Config(frames=63)).frames == 64
+    assert signal.spec_of(recipe.Config(frames=63, network="block_causal")).frames == 63
+    assert signal.spec_of(recipe.Config(loss="dsm")).output_scale == "sigma"
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"), [(100, "100 samples, less than half"), (255, "less than half a window")]
+)
+def test_clips_without_a_frame_are_refused(samples, message):
+    pairs = SimpleNamespace(samples=np.array([5000, samples]), id=lambda i: f"clip{i}", folder="pairs")
+    config = SimpleNamespace(pad_short=True)
+    with pytest.raises(UserError, match=f"clip 'clip1' of pairs has {samples} samples.*--n-fft 510, --hop 256"):
+        Windows(pairs, np.array([0, 1]), Spec(), config)
+
+
+def test_clips_shorter_than_the_buffer_need_leave():
+    pairs = SimpleNamespace(samples=np.array([5000, 1000]), id=lambda i: f"clip{i}", folder="pairs")
+    with pytest.raises(UserError, match="clip1.*4 frames.*--buffer is 20.*--pad-short"):
+        Windows(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=False))
+    Windows(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=True))

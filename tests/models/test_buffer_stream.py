@@ -1,0 +1,182 @@
+"""The stream: right with an oracle, wrong with its sign turned, indifferent to chunks, causal, as late as it says."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from common import speech
+from common.config import UserError
+from models import buffer_doctor as doctor
+from models import buffer_files
+from models.buffer_doctor import Oracle, Passing, awake, measure_latency, pair
+from models.buffer_signal import Spec
+from models.buffer_stream import Buffer, Stream, enhance, enhance_at, enhance_folder
+from models.diffusion_buffer import NCSNpp, build_network
+
+PAPER = Spec()
+SMALL = Spec(width=8, n_fft=126, hop=64, frames=16, buffer=8)
+
+
+def si_sdr(clean, wave) -> float:
+    return speech.si_sdr(clean.astype(np.float64), wave.astype(np.float64))
+
+
+@pytest.mark.parametrize("size", [10, 20, 60])
+def test_the_exact_score_gives_clean_speech(size):
+    noisy, clean = pair(2.0)
+    spec = dataclasses.replace(PAPER, buffer=size, loss="dsm")
+    made = enhance(Oracle(clean, spec), noisy, spec)
+    assert si_sdr(clean, noisy) < 6 and si_sdr(clean, made) > 35
+    assert np.abs(made).max() < 1.2 * np.abs(clean).max()
+
+
+def test_the_exact_score_also_satisfies_pesq():
+    noisy, clean = pair(2.0)
+    spec = dataclasses.replace(PAPER, loss="dsm")
+    scores = [speech.pesq_wb(clean, wave)[0] for wave in (noisy, enhance(Oracle(clean, spec), noisy, spec))]
+    assert scores[0] < 3 and scores[1] > 4.3  # real speech, which has no digital silence, scores above 4.5
+
+
+def test_a_turned_score_ruins_it():
+    noisy, clean = pair(2.0)
+    spec = dataclasses.replace(PAPER, loss="dsm")
+    assert si_sdr(clean, enhance(Oracle(clean, spec, sign=-1), noisy, spec)) < 0
+
+
+@pytest.mark.parametrize("delay", [1, 5, 20])
+def test_clean_frames_come_out_at_every_delay(delay):
+    noisy, clean = pair(1.0)
+    assert si_sdr(clean, enhance(Oracle(clean, PAPER), noisy, PAPER, delay=delay)) > 60
+
+
+def test_no_noise_at_temperature_zero():
+    noisy, clean = pair(1.0)
+    spec = dataclasses.replace(PAPER, loss="dsm")
+    assert si_sdr(clean, enhance(Oracle(clean, spec), noisy, spec, temperature=0.0)) > 60
+
+
+@pytest.mark.parametrize("network", ["ncsnpp", "block_causal"])
+@pytest.mark.parametrize("loss", ["dp", "dsm"])
+def test_output_does_not_depend_on_the_chunks(network, loss):
+    torch.manual_seed(0)
+    net = awake(build_network(network, 8, 16)).eval()
+    spec = dataclasses.replace(SMALL, network=network, block=16, loss=loss)
+    noisy, _ = pair(0.15)
+    outputs = []
+    for size in (1, 160, 1000, len(noisy)):
+        stream = Stream(net, spec)
+        parts = [stream.push(noisy[i : i + size]) for i in range(0, len(noisy), size)]
+        outputs.append(np.concatenate([*parts, stream.flush()]))
+    assert len(outputs[0]) == len(noisy) and np.abs(outputs[0]).max() > 0
+    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_one_pass_gives_what_a_stream_of_each_delay_gives():
+    torch.manual_seed(0)
+    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.2)
+    for delay, wave in zip((1, 3, 8), enhance_at(net, noisy, SMALL, [1, 3, 8], seed=5), strict=True):
+        assert np.array_equal(wave, enhance(net, noisy, SMALL, delay=delay, seed=5))
+
+
+@pytest.mark.parametrize("delay", [1, 2, 5, 20])
+def test_an_impulse_takes_as_long_as_is_printed(delay):
+    assert PAPER.latency(delay) == 510 + 256 * (delay - 1)
+    assert measure_latency(PAPER, delay) == PAPER.latency(delay)
+
+
+def test_no_sample_takes_longer_than_is_printed():
+    stream, given, worst = Stream(Passing(), SMALL, 3), 0, 0
+    for i in range(2000):
+        made = stream.push(np.zeros(1))
+        if len(made):
+            worst = max(worst, i + 1 - given)
+        given += len(made)
+    assert worst == SMALL.latency(3)
+
+
+def test_nothing_given_out_depends_on_what_comes_later():
+    for loss in ("dp", "dsm"):
+        torch.manual_seed(0)
+        spec = dataclasses.replace(SMALL, loss=loss)
+        frames = torch.randn(SMALL.bins, 20, dtype=torch.complex64, requires_grad=True)
+        buffer, outs = Buffer(awake(NCSNpp(8)), spec), []
+        for i in range(20):
+            outs.append(buffer.push(frames[:, i])[:, 0])
+        (slope,) = torch.autograd.grad(outs[12].abs().square().sum(), frames)
+        seen = (slope.abs().sum(0) > 0).tolist()
+        assert seen[5] and seen[12] and not any(seen[13:])
+
+
+@pytest.mark.parametrize("length", [15999, 16000, 16001, 16255, 16256, 16257, 1, 200])
+def test_as_many_samples_come_out_as_went_in(length):
+    wave = doctor.speechlike(1.1)[:length]
+    made = enhance(Passing(), wave, PAPER)
+    assert len(made) == length and np.abs(made - wave).max() < 1e-5
+
+
+def test_the_last_frames_are_denoised_too():
+    noisy, clean = pair(1.0)
+    made = enhance(Oracle(clean, PAPER), noisy, PAPER)
+    assert si_sdr(clean[-2000:], made[-2000:]) > 60
+
+
+def test_the_work_a_frame_does_not_grow_with_the_clip():
+    calls = []
+
+    class Counting(Passing):
+        def __call__(self, x, y, times, scale):
+            calls.append(x.shape)
+            return y
+
+    for seconds in (1, 4):
+        calls.clear()
+        stream = Stream(Counting(), SMALL, delay=1)
+        stream.push(np.zeros(seconds * 16000, np.float32))
+        assert set(calls) == {(1, SMALL.bins, SMALL.frames)}
+        assert len(calls) == (seconds * 16000 + 63 - 126) // 64 + 1
+        assert len(stream.waiting) < 126 and stream.buffer.x.shape == (64, 16)
+
+
+def test_impossible_delays_are_refused():
+    with pytest.raises(UserError, match="--delay 9 is more than the buffer's 8"):
+        Stream(Passing(), SMALL, delay=9)
+    with pytest.raises(UserError, match="--loss dsm has its only clean frame at --delay 8"):
+        Stream(Passing(), dataclasses.replace(SMALL, loss="dsm"), delay=2)
+
+
+def test_one_clip_by_heart_gains_8_decibels_when_streamed():
+    """DP learned by a narrow network; tests/bench/bench_diffusion_buffer_overfit.py is the long one."""
+    spec = Spec(width=8, n_fft=510, hop=256, frames=16, buffer=8, t_max=0.8)
+    noisy, clean = pair(1.0, 0.0)
+    network, losses = doctor.overfit(spec, noisy, clean, steps=150)
+    made = enhance(network.eval(), noisy, spec)
+    assert losses[-1] < losses[0] / 3
+    assert si_sdr(clean, made) - si_sdr(clean, noisy) > 8
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def test_an_exported_network_streams_the_same_from_its_folder_alone(tmp_path):
+    torch.manual_seed(0)
+    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.2)
+    buffer_files.write_export(tmp_path, net, SMALL, {})
+    again, spec = buffer_files.load_network(str(tmp_path / "export"))
+    assert np.array_equal(enhance(net, noisy, SMALL), enhance(again.eval(), noisy, spec))
+
+
+def test_a_folder_is_enhanced_file_by_file(tmp_path, capsys):
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    noisy, _ = pair(0.3)
+    soundfile.write(tmp_path / "in" / "sub" / "a.flac", noisy, 16000)
+    enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2, 0, 1.0, "cpu")
+    made, rate = soundfile.read(tmp_path / "out" / "sub" / "a.wav", dtype="float32")
+    assert rate == 16000 and len(made) == len(noisy) and np.abs(made - noisy).max() < 1e-4
+    printed = capsys.readouterr().out
+    assert "latency at --delay 2: 11.9 ms" in printed and "real-time factor" in printed
+    soundfile.write(tmp_path / "in" / "stereo.wav", np.zeros((100, 2)), 16000)
+    with pytest.raises(UserError, match="stereo.wav has 16000 Hz, 2 channel"):
+        enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2, 0, 1.0, "cpu")

@@ -1,0 +1,139 @@
+"""The Diffusion Buffer killed and stopped, and started again: the result is the uninterrupted run's, bit for bit."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import support
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint
+from common.runtime import Ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
+# Average, context noise, accumulation and evaluation are on: each of them is state that a resume could lose.
+JOB = (
+    "--width 8 --frames 16 --buffer 4 --context-noise 0.5 --micro-batch 2 --accumulation 2 "
+    "--steps 18 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov --eval-files 1 --eval-every 0 --save-every 6 "
+    "--samples 0 --best-by si_sdr"
+).split()
+
+
+def job(run, pairs) -> list[str]:
+    return ["--ds", str(support.ROOT / "ds_configs/zero2.json"), "--data", str(pairs), *JOB, "--out", str(run)]
+
+
+def run_ranks(run, pairs):
+    return support.run_recipe(*job(run, pairs), recipe="diffusion_buffer")
+
+
+@pytest.fixture(scope="module")
+def whole(pairs, tmp_path_factory):
+    """The same run, never interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    return run
+
+
+def assert_same_run(run, whole) -> None:
+    timed = {"step_s", "data_wait_s", "tokens_per_s", "rss_gb"}
+    history = [
+        [
+            {k: v for k, v in r.items() if k not in timed}
+            for r in support.metrics(folder)
+            if r.get("event") in (None, "eval", "latency", "done")
+        ]
+        for folder in (run, whole)
+    ]
+    assert history[0] == history[1]
+    mine, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run, whole))
+    assert set(mine) == set(expected) and all(torch.equal(mine[name], expected[name]) for name in expected)
+    final = [checkpoint.masters(folder / "checkpoints" / "step-00000018") for folder in (run, whole)]
+    assert final[0].keys() == final[1].keys() and all(torch.equal(final[0][n], final[1][n]) for n in final[0])
+
+
+def processes_of(run) -> list[str]:
+    return subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
+
+
+def assert_no_orphans(run) -> None:
+    deadline = time.time() + 15
+    while processes_of(run):
+        assert time.time() < deadline, processes_of(run)
+        time.sleep(0.2)
+
+
+def start(run, pairs):
+    return support.start_ranks(support.ROOT / "finetune" / "diffusion_buffer.py", job(run, pairs))
+
+
+def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    ranks = start(run, pairs)
+    support.wait_for_step(run, 8)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    ranks[0].kill()
+    support.finish(ranks, timeout=30)
+    assert_no_orphans(run)
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    assert f"going on after step 6 from {run}/checkpoints/step-00000006" in outputs[0]
+    assert_same_run(run, whole)
+
+
+def test_a_signal_stops_all_ranks_at_one_step_another_shows_where_they_are(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    ranks = start(run, pairs)
+    support.wait_for_step(run, 2)
+    ranks[1].send_signal(signal.SIGUSR2)
+    time.sleep(0.5)
+    ranks[1].send_signal(signal.SIGTERM)
+    codes, outputs = support.finish(ranks, timeout=60)
+    assert codes == [75, 75], outputs[0][-3000:]
+    assert_no_orphans(run)
+    assert "diffusion_buffer.py" in (run / "stacks-00001.txt").read_text()
+    (stopped,) = [r["step"] for r in support.metrics(run) if r.get("event") == "preempted"]
+    assert 2 <= stopped < 18
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0] and f"going on after step {stopped}" in outputs[0], outputs[0][-3000:]
+    assert_same_run(run, whole)
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_the_last_whole_checkpoint(whole, tmp_path):
+    """Files of a save appear one after another; whatever of them is there, it is not chosen before its index entry."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(whole / "checkpoints", folder)
+    entries = checkpoint.read_index(folder)
+    newest, older = entries[-1]["name"], entries[-2]["name"]
+    checkpoint.write_json(folder / "index.json", {"checkpoints": entries[:-1]})
+    os.rename(folder / newest, folder / f".{newest}.tmp")
+    files = sorted(path for path in (folder / f".{newest}.tmp").rglob("*") if path.is_file())
+    assert len(files) > 4
+    one = Ranks(0, 1, torch.device("cpu"))
+    for file in reversed(files):
+        assert checkpoint.choose("auto", folder, one) == folder / older
+        file.unlink()
+
+
+def test_another_diffusion_is_refused_and_another_split_is_not(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    words = job(run, pairs)
+    codes, outputs = support.run_recipe(*words, "--sde-c", "0.52", world=1, recipe="diffusion_buffer")
+    assert codes == [2] and "sde_c: 0.08 then, 0.52 now" in outputs[0]
+    # the checkpoint of step 12 with the same crops in other micro-batches: the same losses to rounding
+    shutil.rmtree(run / "checkpoints" / "step-00000018")
+    entries = checkpoint.read_index(run / "checkpoints")
+    checkpoint.write_json(run / "checkpoints" / "index.json", {"checkpoints": [e for e in entries if e["step"] < 18]})
+    codes, outputs = support.run_recipe(
+        *words, "--micro-batch", "4", "--accumulation", "1", "--safe", recipe="diffusion_buffer"
+    )
+    assert codes == [0, 0] and "going on after step 12" in outputs[0], outputs[0][-3000:]
+    losses = [[r["loss"] for r in support.step_records(folder)] for folder in (run, whole)]
+    assert losses[0][:12] == losses[1][:12] and losses[0][12:] == pytest.approx(losses[1][12:], abs=1e-6)

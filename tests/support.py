@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -23,6 +24,12 @@ def free_port() -> str:
 def environment(**more) -> dict:
     """The test's environment, on the CPU, with the tests' own Python first on the path."""
     return os.environ | CPU | {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"} | more
+
+
+def child_seconds() -> float:
+    """Processor time of all ended children: unlike the clock it does not depend on what else the machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def start_ranks(script: Path, arguments: list, world: int = 2) -> list[subprocess.Popen]:

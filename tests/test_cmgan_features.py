@@ -136,7 +136,9 @@ def test_memorising_one_pair_the_ear_follows_the_loss(trained, tmp_path, pairs):
     evals = [record for record in support.metrics(run) if record.get("event") == "eval"]
     losses, scores = ([record[name] for record in evals] for name in ("loss", "pesq"))
     assert evals[-1]["si_sdr"] > 20, evals[-1]["si_sdr"]
-    assert losses == sorted(losses, reverse=True) and scores[-1] > scores[1] > scores[0] and scores[-1] > 1.5
+    # Once the pair is known (measured: PESQ 1.0, 2.8, 3.1 at the first three) the adversarial term moves both a little.
+    assert losses[0] > losses[1] > losses[2] and scores[0] < scores[1] < scores[2]
+    assert losses[-1] < losses[0] / 5 and scores[-1] > 2
     assert abs(evals[-1]["gain"] - 1) < 0.1
     assert not [r for r in support.metrics(run) if "PESQ fell" in r.get("message", "")]
 

@@ -81,7 +81,10 @@ def speak(
     finally:  # a failed sample must not leave the training without its dropout
         higgs.train(was_training)
         higgs.generation_config = settings
-    return [read_stream(stream, layout) for stream in streams[:, before:].cpu().numpy()]
+    spoken = [read_stream(stream, layout) for stream in streams[:, before:].cpu().numpy()]
+    for one in spoken:
+        one.codes = one.codes[:max_frames]  # a stream that was cut has room for a frame more than one that ends
+    return spoken
 
 
 # ---- samples of a run ------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from common.config import RunConfig
 from common.ds_config import offloads_optimizer, stage_of
 from common.runtime import Ranks, say
 
-
 # What a CPU process still takes for libraries and DeepSpeed's engine after it has joined its ranks; measured, the same
 # for 1 million and for 1.6 billion parameters.
 GROWTH = 0.4 * 2**30

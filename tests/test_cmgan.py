@@ -86,7 +86,7 @@ def runs(datasets, tmp_path_factory):
     jobs.append({"config": nan, "nan": name})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = support.ROOT / "tests" / "run_many_cmgan.py"
-    codes, outputs = support.finish(support.start_ranks(script, [folder / "jobs.json"]), timeout=600)
+    codes, outputs = support.finish(support.start_ranks(script, [folder / "jobs.json"]), timeout=1800)
     assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
     return folder
 

@@ -51,7 +51,7 @@ def train_all(demo, folder, configs: dict, world: int) -> None:
     file = folder / f"jobs-{'-'.join(configs)[:60]}.json"
     file.write_text(json.dumps(jobs))
     ranks = support.start_ranks(support.ROOT / "tests" / "run_many.py", ["dia_full", file], world)
-    codes, outputs = support.finish(ranks, timeout=900)
+    codes, outputs = support.finish(ranks, timeout=1800)
     assert not any(codes), "".join(output[-3000:] for output in outputs)
     (folder / f"{file.stem}.log").write_text(outputs[0])
 

@@ -83,7 +83,7 @@ def runs(demo, tmp_path_factory):
         jobs.append({"config": {**assets, **config, "out": str(folder / name)}})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     codes, outputs = support.finish(
-        support.start_ranks(support.ROOT / "tests" / "run_many.py", ["dia_lora", folder / "jobs.json"]), timeout=900
+        support.start_ranks(support.ROOT / "tests" / "run_many.py", ["dia_lora", folder / "jobs.json"]), timeout=1800
     )
     assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
     return folder

@@ -94,7 +94,7 @@ def runs(data, tmp_path_factory):
     (folder / "dry").mkdir()
     (folder / "jobs.json").write_text(json.dumps(listed))
     script = support.ROOT / "tests" / "run_many_diffusion_buffer.py"
-    codes, outputs = support.finish(support.start_ranks(script, [folder / "jobs.json"]), timeout=900)
+    codes, outputs = support.finish(support.start_ranks(script, [folder / "jobs.json"]), timeout=1800)
     assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
     (folder / "output.txt").write_text(outputs[0])
     return folder

@@ -79,7 +79,7 @@ def runs(demo_mot, tmp_path_factory):
     uneven = {"demo": str(demo_mot), "out": str(folder), "cases": UNEVEN}
     (folder / "jobs.json").write_text(json.dumps({"runs": jobs, "uneven": uneven}))
     ranks = support.start_ranks(support.ROOT / "tests" / "mot_ranks.py", [folder / "jobs.json"])
-    codes, outputs = support.finish(ranks, timeout=900)
+    codes, outputs = support.finish(ranks, timeout=1800)
     assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
     return folder
 

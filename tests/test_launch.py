@@ -1,5 +1,6 @@
 """launch.sh and the real `deepspeed` command, as a user types them."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -130,7 +131,8 @@ def test_the_docstrings_cpu_command_runs_while_the_default_port_is_busy(demo, tm
     [command] = re.findall(r"^    (deepspeed finetune/dia_lora.py .*--steps \d+.*)$", dia_lora.__doc__, re.M)
     with socket.socket() as busy:
         busy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        busy.bind(("127.0.0.1", 29500))
+        with contextlib.suppress(OSError):  # an in-process rank of another test may hold it, which is as busy
+            busy.bind(("127.0.0.1", 29500))
         busy.listen()
         words = command.replace("deepspeed", "deepspeed --num_accelerators 2").split()
         done = subprocess.run(

@@ -108,7 +108,7 @@ from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, memory_gb, run_main, say, start_ranks, stop_requested
 from common.scorer import Scorer
-from common.track import Meter
+from common.track import Meter, due
 from models import cmgan_enhance, cmgan_files, cmgan_watch
 from models import cmgan_signal as signal
 from models.cmgan import Discriminator, TSCNet, settle_statistics
@@ -329,10 +329,6 @@ def dry_run(engines: dict, feed, labels: Labels, rate, config: Config, ranks: Ra
         f" and {values['grad_norm_d']:.3f}; peak memory {peak}")  # fmt: skip
     for step in turning_points(rate, steps, config):
         say(f"learning rate at step {step + 1}: {rate(step):.3g} and {rate(step) * config.disc_lr_ratio:.3g}")
-
-
-def due(every: int, done: int) -> bool:
-    return every > 0 and done % every == 0
 
 
 def main(config: Config) -> None:

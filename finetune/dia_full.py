@@ -60,7 +60,7 @@ from common.optim import learning_rate
 from common.plan import Mix, Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
-from common.track import Meter
+from common.track import Meter, due
 from models import dia
 from models.dia import build_data, compute_loss, evaluate_and_log
 from models.dia_weights import needs_widening, widen, write_model
@@ -253,10 +253,6 @@ def train(config: Config, ranks: Ranks, ds: dict):
     if ranks.first:
         say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
-
-
-def due(every: int, done: int) -> bool:
-    return every > 0 and done % every == 0
 
 
 def main(config: Config) -> None:

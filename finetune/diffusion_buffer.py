@@ -124,7 +124,7 @@ from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, memory_gb, run_main, say, start_ranks, stop_requested
 from common.scorer import Scorer
-from common.track import Meter
+from common.track import Meter, due
 from models import buffer_signal as signal
 from models.buffer_data import Windows
 from models.buffer_evaluate import Evaluation, evaluate, sample
@@ -306,10 +306,6 @@ def dry_run(ds_engine, build, target_bins: int, config: Config, ranks: Ranks) ->
     loss = float(stats[0].sum() / stats[1].sum())
     say(f"dry run: one step {time.monotonic() - began:.1f} s, applied {applied}, loss {loss:.4f}, norm {norm:.3f};"
         f" peak memory {peak}")  # fmt: skip
-
-
-def due(every: int, done: int) -> bool:
-    return every > 0 and done % every == 0
 
 
 def make_safe(config: Config) -> None:

@@ -97,7 +97,7 @@ from common.optim import learning_rate
 from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks, stop_requested
-from common.track import Meter
+from common.track import Meter, due
 from models import higgs
 from models.higgs import build_data
 from models.higgs_layout import layout_of
@@ -318,10 +318,6 @@ def train(config: Config, ranks: Ranks, ds: dict):
     if ranks.first:
         say(f"export   {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
-
-
-def due(every: int, done: int) -> bool:
-    return every > 0 and done % every == 0
 
 
 def main(config: Config) -> None:

@@ -96,7 +96,7 @@ from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks, stop_requested
 from common.tokens import TokenDataset
-from common.track import Meter
+from common.track import Meter, due
 from models import mot, mot_adapter, mot_build, mot_clips, mot_eval, mot_music
 from models.mot_layout import Layout
 
@@ -314,10 +314,6 @@ def train(config: Config, ranks: Ranks, ds: dict):
 
 def rate_scale(name: str, config: Config) -> float:
     return config.copied_lr if mot_build.copied_part(name) else 1.0
-
-
-def due(every: int, done: int) -> bool:
-    return every > 0 and done % every == 0
 
 
 def main(config: Config) -> None:

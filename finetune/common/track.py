@@ -12,6 +12,11 @@ import torch
 from common.runtime import Ranks, all_sum, say, stop_requested
 
 
+def due(every: int, done: int) -> bool:
+    """Whether something that happens every so many steps happens after this one; 0 = never."""
+    return every > 0 and done % every == 0
+
+
 @dataclass
 class Totals:
     """One optimizer step, summed over all ranks; the same on every rank."""

@@ -1,6 +1,7 @@
 """Ranks, device, printing, signals and the end of a process. Imports torch only where it is needed."""
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -138,8 +139,7 @@ def start_ranks(timeout_minutes: float = 30) -> Ranks:
     if world > 1:
         torch.distributed.barrier()
         _drop_buffer_name(rank)
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return Ranks(rank, world, torch.device(accelerator.device_name(local_rank)), resident)
+    return Ranks(rank, world, torch.device(accelerator.device_name(local_rank)), resident_bytes("VmRSS"))
 
 
 def _drop_buffer_name(rank: int) -> None:
@@ -228,4 +228,12 @@ def memory_gb(ranks: Ranks) -> dict:
         from deepspeed.accelerator import get_accelerator
 
         return {"vram_gb": round(get_accelerator().max_memory_allocated() / 2**30, 3)}
-    return {"rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)}
+    return {"rss_gb": round(resident_bytes("VmHWM") / 2**30, 3)}
+
+
+def resident_bytes(field: str) -> int:
+    """VmRSS: now; VmHWM: at most so far. getrusage would not do: a child begins with its parent's peak as its own."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS, where ru_maxrss counts bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(re.search(rf"^{field}:\s+(\d+) kB", status.read_text(), re.M)[1]) * 1024

@@ -92,3 +92,13 @@ def test_an_old_note_of_another_job_is_not_taken(tmp_path):
     port = _agree_on_free_port(0, 2, note)
     waiting.join(5)
     assert found == [port]
+
+
+def test_a_childs_peak_is_not_its_parents():
+    """What pytest, or the launcher, once held is no part of a rank's memory; getrusage says it is."""
+    child = "from common.runtime import resident_bytes as r; print(r('VmHWM') >> 20, r('VmRSS') >> 20)"
+    ballast = bytearray(os.urandom(1 << 20) * 600)
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", child], env=env, capture_output=True, text=True)
+    peak, now = map(int, done.stdout.split())
+    assert len(ballast) >> 20 == 600 and 0 < now <= peak < 200

@@ -1,15 +1,13 @@
 """CMGAN killed and stopped, and started again: both networks end as if nothing had happened, bit for bit."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import time
 
 import pytest
 import support
 import torch
+from faults import assert_half_a_save_is_never_chosen, assert_no_orphans, kill_all, kill_all_while_saving, processes_of
 from safetensors.torch import load_file
 
 from common import checkpoint
@@ -70,35 +68,21 @@ def kept(record) -> bool:
     return record.get("event") in (None, "eval", "alarm", "gate", "done")
 
 
-def processes_of(run) -> list[int]:
-    found = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
-    return [int(pid) for pid in found]
-
-
-def assert_no_orphans(run) -> None:
-    """Neither a rank nor one of its PESQ processes, which a fork gives the same command line."""
-    deadline = time.time() + 15
-    while processes_of(run):
-        assert time.time() < deadline, processes_of(run)
-        time.sleep(0.2)
-
-
 def start(run, pairs):
     return support.start_ranks(support.ROOT / "finetune" / "cmgan.py", job(run, pairs))
 
 
-def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, pairs, tmp_path):
+def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, pairs, tmp_path):
     run = tmp_path / "run"
     ranks = start(run, pairs)
     support.wait_for_step(run, 6)
     assert len(processes_of(run)) >= 4  # two ranks, each with a scorer
-    os.kill(ranks[1].pid, signal.SIGKILL)
-    ranks[0].kill()
-    support.finish(ranks, timeout=30)
-    assert_no_orphans(run)
+    kill_all(ranks, run)
+    outputs = kill_all_while_saving(start(run, pairs), run, 8)
+    assert f"going on after step 4 from {run}/checkpoints/step-00000004" in outputs[0]
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert f"going on after step 4 from {run}/checkpoints/step-00000004" in outputs[0]
+    assert "going on after step 4" in outputs[0]
     assert_same_run(run, whole)
 
 
@@ -121,22 +105,7 @@ def test_sigterm_to_one_rank_saves_both_networks_and_resumes(whole, pairs, tmp_p
 
 
 def test_a_kill_at_any_point_of_a_save_leaves_the_last_whole_checkpoint(whole, tmp_path):
-    """Files of a save appear one after another; whatever of them is there, it is not chosen before its index entry."""
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(whole / "checkpoints", folder)
-    entries = checkpoint.read_index(folder)
-    newest, older = entries[-1]["name"], entries[-2]["name"]
-    checkpoint.write_json(folder / "index.json", {"checkpoints": entries[:-1]})
-    os.rename(folder / newest, folder / f".{newest}.tmp")
-    files = sorted(path for path in (folder / f".{newest}.tmp").rglob("*") if path.is_file())
-    assert len(files) > 6
-    from common.runtime import Ranks
-
-    one = Ranks(0, 1, torch.device("cpu"))
-    for file in reversed(files):
-        assert checkpoint.choose("auto", folder, one) == folder / older
-        file.unlink()
-    assert checkpoint.choose("auto", folder, one) == folder / older
+    assert_half_a_save_is_never_chosen(whole, tmp_path)
 
 
 def test_another_setting_of_the_networks_is_refused(whole, pairs, tmp_path):

@@ -1,0 +1,65 @@
+"""What the fault tests of several recipes share: killing ranks at a bad moment, looking for what is left of them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import support
+import torch
+
+from common import checkpoint
+from common.runtime import Ranks
+
+
+def processes_of(run: Path) -> list[int]:
+    """Processes whose command line names this run folder: ranks, and what they forked."""
+    found = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
+    return [int(pid) for pid in found]
+
+
+def assert_no_orphans(run: Path, seconds: float = 15) -> None:
+    deadline = time.time() + seconds
+    while processes_of(run):
+        assert time.time() < deadline, processes_of(run)
+        time.sleep(0.2)
+
+
+def kill_all(ranks: list[subprocess.Popen], run: Path) -> list[str]:
+    """kill -9 of every rank; returns what they had printed."""
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+    _, outputs = support.finish(ranks, timeout=30)
+    assert_no_orphans(run)
+    return outputs
+
+
+def kill_all_while_saving(ranks: list[subprocess.Popen], run: Path, step: int, timeout: float = 180) -> list[str]:
+    """kill -9 of every rank as soon as the first file of this step's checkpoint appears under its temporary name."""
+    draft = run / "checkpoints" / f".step-{step:08d}.tmp"
+    deadline = time.time() + timeout
+    while not any(draft.rglob("*.pt")):
+        assert time.time() < deadline and all(rank.poll() is None for rank in ranks)
+        time.sleep(0.001)
+    outputs = kill_all(ranks, run)
+    assert draft.is_dir() and step not in [entry["step"] for entry in checkpoint.read_index(draft.parent)]
+    return outputs
+
+
+def assert_half_a_save_is_never_chosen(whole: Path, scratch: Path) -> None:
+    """Files of a save appear one after another; whatever of them is there, it is not chosen before its index entry."""
+    folder = scratch / "checkpoints"
+    shutil.copytree(whole / "checkpoints", folder)
+    entries = checkpoint.read_index(folder)
+    newest, older = entries[-1]["name"], entries[-2]["name"]
+    checkpoint.write_json(folder / "index.json", {"checkpoints": entries[:-1]})
+    os.rename(folder / newest, folder / f".{newest}.tmp")
+    files = sorted(path for path in (folder / f".{newest}.tmp").rglob("*") if path.is_file())
+    assert len(files) > 4
+    one = Ranks(0, 1, torch.device("cpu"))
+    for file in reversed(files):
+        assert checkpoint.choose("auto", folder, one) == folder / older
+        file.unlink()
+    assert checkpoint.choose("auto", folder, one) == folder / older

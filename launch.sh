@@ -1,16 +1,31 @@
 #!/usr/bin/env bash
-# One door to everything:
-#   ./launch.sh setup                     make .venv from requirements.txt (every other command does it when needed)
+# One door to everything, and a batch script for SLURM (sbatch --nodes 2 launch.sh dia_lora ...):
+#   ./launch.sh setup [--with-slurm]      make .venv from requirements.txt (every other command does it when needed);
+#                                         --with-slurm also installs SLURM (Debian, root), which the tests then use
 #   ./launch.sh demo                      fine-tune a tiny Dia on a synthetic corpus, end to end
 #   ./launch.sh test [pytest arguments]   run the test suite
 #   ./launch.sh encode|check [arguments]  data/encode.py, data/check.py
 #   ./launch.sh RECIPE [--ranks N] [arguments]   finetune/RECIPE.py under DeepSpeed: all GPUs, or 2 ranks on a CPU
+#   ./launch.sh slurm [sbatch options] RECIPE [arguments]   the same as a SLURM job that survives its time limit
+#   ./launch.sh slurm --array=0-7 encode [arguments]        data/encode.py as 8 jobs, and one that joins their parts
 # AUDIO_FINETUNE_ENV=/path/to/venv uses that environment as it is and sets nothing up.
 # Exit codes of a recipe: 0 finished, 75 stopped by a signal with everything saved (run it again to go on),
 # 2 a mistake in the command or the data, anything else a failure.
+#
+# Defaults of a job; options of sbatch win. The signal comes early enough to save, and the job goes on by itself.
+#SBATCH --job-name=audio-finetune
+#SBATCH --output=slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@180
 set -euo pipefail
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+script=${BASH_SOURCE[0]}
+if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/finetune ]]; then
+    # sbatch runs a copy of this file from its spool folder; the tasks of an array are a line each.
+    script=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oPm 1 ' Command=\K\S+')
+fi
+root=$(cd -- "$(dirname -- "$script")" && pwd)
 venv=${AUDIO_FINETUNE_ENV:-$root/.venv}
 
 fail() {
@@ -55,10 +70,13 @@ free_port() {
     "$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 }
 
-# DeepSpeed's runner starts one launcher, and that starts the ranks.
+# The ranks of a session, whether or not DeepSpeed's runner and launcher still live; not the workers they forked.
 rank_pids() {
-    local launcher
-    for launcher in $(pgrep -P "$1"); do pgrep -P "$launcher" || true; done
+    local pid all
+    all=$(pgrep -s "$1" -f -- '\.py --local_rank=[0-9]+') || return 0
+    for pid in $all; do
+        grep -qx "$(ps -o ppid= -p "$pid" | tr -d ' ')" <<<"$all" || echo "$pid"
+    done
 }
 
 # SIGTERM to DeepSpeed's runner would kill only the runner, and SIGUSR1 to its launcher would orphan the ranks:
@@ -84,7 +102,7 @@ end_session() {
 }
 
 run_recipe() {
-    local recipe=$1 ranks="" arguments=() placement=() gpus scratch runner="" code=0 outcome
+    local recipe=$1 ranks="" ranks_given arguments=() placement=() gpus scratch runner="" code=0 outcome
     shift
     while (($#)); do
         case $1 in
@@ -95,6 +113,7 @@ run_recipe() {
     done
     [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks is not a positive number."
     gpus=$(count_gpus)
+    ranks_given=$ranks
     if ((gpus == 0)); then
         export DS_ACCELERATOR=cpu
         ranks=${ranks:-2}
@@ -107,12 +126,17 @@ run_recipe() {
         placement=(--num_accelerators "$ranks")
     fi
     export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1 PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        run_in_slurm "$recipe" "$((gpus ? ${ranks:-$gpus} : ${ranks_given:-1}))" "${arguments[@]}"
+        return
+    fi
     scratch=$(mktemp -d)
     export AUDIO_FINETUNE_OUTCOME=$scratch/outcome
 
     stop_asked=""
     trap 'ask_to_stop "$runner"' TERM INT USR1 HUP
-    setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" --master_port "$(free_port)" \
+    # The shell would let it ignore SIGINT, as it does with everything in the background.
+    env --default-signal=INT setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" --master_port "$(free_port)" \
         "$root/finetune/$recipe.py" "${arguments[@]}" &
     runner=$!
     if [[ -n $stop_asked ]]; then ask_to_stop "$runner"; fi
@@ -120,6 +144,11 @@ run_recipe() {
     while kill -0 "$runner" 2>/dev/null; do # a trapped signal ends `wait`, not the job
         code=0
         wait "$runner" || code=$?
+    done
+    # Signals can end the runner or the launcher and spare the ranks, which notice it, save and end by themselves.
+    for _ in $(seq 6000); do
+        [[ -n $(rank_pids "$runner") ]] || break
+        sleep 0.1
     done
     trap - TERM INT USR1 HUP
     end_session "$runner"
@@ -135,13 +164,107 @@ run_recipe() {
     return "$code"
 }
 
+# ---- SLURM -------------------------------------------------------------------------------------------------------
+
+# One task a rank on every node, by srun: no ssh, and SLURM itself ends all of them when one fails.
+run_in_slurm() {
+    local recipe=$1 per_node=$2 first step="" code=0 outcome scratch stop_asked=""
+    shift 2
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    MASTER_ADDR=$(scontrol show node "$first" --oneliner | grep -oP ' NodeAddr=\K\S+')
+    export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+    # A requeued job keeps its id: with the same run folder it goes on. An --out of the user's comes later and wins.
+    set -- --out "$root/runs/$recipe-$SLURM_JOB_ID" "$@"
+    scratch=$(mktemp -d) # on the first node, where the first rank is
+    export AUDIO_FINETUNE_OUTCOME=$scratch/outcome
+
+    trap 'stop_asked=1; echo "asking the ranks to save and stop" >&2' USR1 TERM
+    # shellcheck disable=SC2016  # the variables of each task, not of this script
+    srun --ntasks-per-node="$per_node" --kill-on-bad-exit=1 --wait=60 bash -c '
+        trap "" USR1 # would kill a rank that is still starting
+        export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_SIZE=$1
+        shift
+        exec "$@"' bash "$per_node" "$venv/bin/python" -u "$root/finetune/$recipe.py" "$@" &
+    step=$!
+    while kill -0 "$step" 2>/dev/null; do
+        if [[ -z $stop_asked ]]; then
+            wait "$step" || code=$? # or until a signal comes
+        else
+            kill -USR1 "$step" 2>/dev/null || true # again and again, until all ranks listen
+            sleep 2
+        fi
+    done
+    if [[ -n $stop_asked ]]; then
+        code=0
+        wait "$step" || code=$?
+    fi
+    trap - USR1 TERM
+    outcome=$(cat "$scratch/outcome" 2>/dev/null || echo none)
+    rm -rf "$scratch"
+    case $outcome in
+        none) ((code)) || code=1 ;;
+        0) ;;
+        *) code=$outcome ;;
+    esac
+    if ((code == 75)); then
+        echo "requeueing job $SLURM_JOB_ID"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    return "$code"
+}
+
+# A task of an array encodes its part. What was finished is on disk: a task that has to stop starts again.
+encode_in_slurm() {
+    local encoder="" code=0
+    if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+        # shellcheck disable=SC2153  # SLURM's own names
+        set -- "$@" --shard "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT"
+    fi
+    trap 'kill "$encoder"; echo "requeueing job $SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"' USR1 TERM
+    "$venv/bin/python" "$root/data/encode.py" "$@" &
+    encoder=$!
+    wait "$encoder" || code=$?
+    return "$code"
+}
+
+is_job() { [[ -f $root/finetune/${1:-}.py || ${1:-} == encode ]]; }
+
+submit() {
+    local options=() job
+    while (($#)) && [[ $1 == -* ]]; do
+        options+=("$1")
+        if [[ $1 != *=* && ${2:-} != -* ]] && ! is_job "${2:-}"; then
+            options+=("$2")
+            shift
+        fi
+        shift
+    done
+    is_job "${1:-}" || fail "slurm: no recipe '${1:-}'; write slurm [sbatch options] RECIPE ..."
+    command -v sbatch >/dev/null || fail "slurm: sbatch is not on this machine."
+    if [[ $1 == encode ]]; then
+        job=$(sbatch --parsable --output=slurm-%A_%a.out "${options[@]}" "$script" "$@")
+        echo "job $job: output in $PWD/slurm-${job}_*.out"
+        [[ " ${options[*]}" == *" --array"* ]] || return 0
+        job=$(sbatch --parsable --dependency="afterok:$job" --kill-on-invalid-dep=yes "$script" "$@" --merge)
+        echo "job $job joins what they made: output in $PWD/slurm-$job.out"
+        return
+    fi
+    job=$(sbatch --parsable "${options[@]}" "$script" "$@")
+    echo "job $job: output in $PWD/slurm-$job.out, run folder $root/runs/$1-$job unless --out names another"
+    echo "squeue -j $job shows it; scancel --signal=USR1 $job saves, stops and requeues it"
+}
+
 # ---- commands ----------------------------------------------------------------------------------------------------
 
 command=${1:-help}
 (($#)) && shift
 case $command in
-    help | -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;;
+    help | -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$script" ;;
     setup)
+        if [[ ${1:-} == --with-slurm ]]; then
+            command -v apt-get >/dev/null || fail "--with-slurm needs Debian's apt-get."
+            (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge) >/dev/null
+        fi
         setup
         echo "ready: $venv"
         ;;
@@ -154,8 +277,13 @@ case $command in
         cd "$root"
         exec "$venv/bin/python" -m pytest "$@"
         ;;
+    slurm) submit "$@" ;;
     encode | check)
         setup
+        if [[ -n ${SLURM_JOB_ID:-} && $command == encode ]]; then
+            encode_in_slurm "$@"
+            exit
+        fi
         exec "$venv/bin/python" "$root/data/$command.py" "$@"
         ;;
     *)

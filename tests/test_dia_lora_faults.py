@@ -1,14 +1,19 @@
 """Kill it, stop it, start it again: the result is the uninterrupted run's, bit for bit."""
 
 import os
+import re
 import signal
 import subprocess
 import time
 
+import faults
+import numpy as np
 import pytest
 import support
 import torch
 from safetensors.torch import load_file
+
+from common import checkpoint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
@@ -48,28 +53,6 @@ def assert_same_run(run, whole, artifact="adapter_model.safetensors") -> None:
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
-def processes_of(run) -> list[str]:
-    """Process ids whose command line names this run folder."""
-    return subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
-
-
-def rank_processes(run) -> list[int]:
-    """The ranks themselves: `python -u .../dia_lora.py --local_rank=N`, not DeepSpeed's runner or launcher."""
-    found = []
-    for pid in processes_of(run):
-        words = open(f"/proc/{pid}/cmdline").read().split("\0")
-        if any(word.startswith("--local_rank=") for word in words) and "deepspeed.launcher.launch" not in words:
-            found.append(int(pid))
-    return found
-
-
-def assert_no_orphans(run) -> None:
-    deadline = time.time() + 35
-    while processes_of(run):
-        assert time.time() < deadline, processes_of(run)
-        time.sleep(0.2)
-
-
 def deepspeed(run) -> subprocess.Popen:
     return subprocess.Popen(
         ["deepspeed", "--num_accelerators", "2", "--master_port", support.free_port()]
@@ -81,9 +64,9 @@ def deepspeed(run) -> subprocess.Popen:
     )
 
 
-def launch_sh(run) -> subprocess.Popen:
+def launch_sh(words) -> subprocess.Popen:
     return subprocess.Popen(
-        [support.ROOT / "launch.sh", "dia_lora", *job(run)],
+        [support.ROOT / "launch.sh", "dia_lora", *words],
         env=support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON)))),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -95,43 +78,103 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
     run = tmp_path / "run"
     started = deepspeed(run)
     support.wait_for_step(run, 14)
+    faults.wait_for_checkpoint(run, 10)
     killed = time.time()
-    os.kill(rank_processes(run)[1], signal.SIGKILL)
+    os.kill(faults.job_processes(run)["rank 1"], signal.SIGKILL)
     output, _ = started.communicate(timeout=60)
     assert started.returncode != 0, output[-2000:]
     assert time.time() - killed < 15
-    assert_no_orphans(run)
+    faults.assert_no_orphans(run)
     codes, outputs = support.run_recipe(*job(run))
     assert codes == [0, 0], outputs[0][-3000:]
     assert f"going on after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
     assert_same_run(run, whole)
 
 
-def check_stop_and_resume(started, run, whole) -> None:
-    output, _ = started.communicate(timeout=90)
-    assert started.returncode == 75, output[-3000:]
-    assert_no_orphans(run)
-    stopped = [r["step"] for r in support.metrics(run) if r.get("event") == "preempted"]
-    assert len(stopped) == 1 and stopped[0] < 40
-    assert (run / "checkpoints" / f"step-{stopped[0]:08d}" / "manifest.json").exists()
-    codes, outputs = support.run_recipe(*job(run))
+def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tmp_path):
+    """Each stops all ranks at the same step with a checkpoint of it, code 75 and no process left; the next start goes
+    on from there. DeepSpeed's own runner and launcher die of most of them without a word to the ranks."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    words = "--steps 160 --save-every 40 --eval-every 80".split()
+    codes, outputs = support.run_recipe(*job(whole), *words)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert f"going on after step {stopped[0]}" in outputs[0]
+    stopped = 0
+    for target in ("launch.sh", "runner", "launcher", "rank 0", "rank 1"):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            if target == "rank 0" and number != signal.SIGINT:
+                continue  # as rank 1
+            started = launch_sh([*job(run), *words])
+            support.wait_for_step(run, stopped + 1)
+            pid = {"launch.sh": started.pid, **faults.job_processes(run)}[target]
+            os.kill(pid, number)
+            if target == "launch.sh":
+                time.sleep(0.1)
+                os.kill(pid, number)  # an impatient user
+            output, _ = started.communicate(timeout=90)
+            assert started.returncode == 75, f"{target} {number!r}:\n{output[-3000:]}"
+            faults.assert_no_orphans(run)
+            last = support.metrics(run)[-1]
+            assert last["event"] == "preempted" and last["step"] > stopped, f"{target} {number!r}: {last}"
+            stopped = last["step"]
+            assert checkpoint.read_index(run / "checkpoints")[-1]["step"] == stopped
+    codes, outputs = support.run_recipe(*job(run), *words)
+    assert codes == [0, 0] and f"going on after step {stopped}" in outputs[0], outputs[0][-3000:]
     assert_same_run(run, whole)
 
 
-def test_sigterm_to_launch_sh_saves_on_all_ranks_and_resumes(whole, tmp_path):
+def test_a_stalled_rank_ends_the_job_with_the_stacks_of_all(demo, tmp_path):
     run = tmp_path / "run"
-    started = launch_sh(run)
+    ranks = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", [*job(run), "--hang-timeout", "12"])
     support.wait_for_step(run, 3)
-    started.send_signal(signal.SIGTERM)
-    check_stop_and_resume(started, run, whole)
+    ranks[1].send_signal(signal.SIGSTOP)
+    stalled = time.time()
+    output, _ = ranks[0].communicate(timeout=60)
+    assert time.time() - stalled < 25
+    ranks[1].send_signal(signal.SIGCONT)
+    late, _ = ranks[1].communicate(timeout=30)
+    for rank, text in zip(ranks, (output, late), strict=True):
+        assert rank.returncode == 1
+        assert "Timeout (0:00:12)!" in text and re.search(r'File ".*/dia_lora.py", line \d+ in train', text), text[
+            -2000:
+        ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_to_one_rank_stops_all_at_the_same_step_and_resumes(whole, tmp_path, number):
+def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
+    """2 ranks -> 1 rank with twice the accumulation -> 2 ranks."""
     run = tmp_path / "run"
-    started = launch_sh(run)
-    support.wait_for_step(run, 3)
-    os.kill(rank_processes(run)[1], number)
-    check_stop_and_resume(started, run, whole)
+    ranks = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", job(run))
+    faults.wait_for_checkpoint(run, 10)
+    for rank in ranks:
+        rank.kill()
+    support.finish(ranks)
+    [alone] = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", [*job(run), "--accumulation", "2"], 1)
+    faults.wait_for_checkpoint(run, 20)
+    alone.terminate()
+    _, [output] = support.finish([alone])
+    assert "ranks: 2 then, 1 now" in output and alone.returncode == 75, output[-3000:]
+    codes, outputs = support.run_recipe(*job(run))
+    assert codes == [0, 0] and "ranks: 1 then, 2 now" in outputs[0], outputs[0][-3000:]
+    mine, expected = ([r["loss"] for r in support.step_records(folder)] for folder in (run, whole))
+    assert np.allclose(mine, expected, atol=1e-5)
+    mine, expected = (load_file(folder / "export" / "adapter_model.safetensors") for folder in (run, whole))
+    assert all(torch.allclose(mine[name], expected[name], atol=1e-5) for name in expected)
+
+
+def test_secrets_are_nowhere_in_what_a_run_leaves(demo, tmp_path):
+    """In the environment and, by a user's mistake, in a path; a mistake is reported without it as well."""
+    secret = "hf_" + "Zq7" * 9
+    (tmp_path / secret).mkdir()
+    (tmp_path / secret / "tags.json").write_text("{}")
+    words = [*job(tmp_path / "run"), "--steps", "2", "--save-every", "1", "--tag-map"]
+    os.environ["HF_TOKEN"] = secret
+    try:
+        codes, [output] = support.run_recipe(*words, tmp_path / secret / "tags.json", world=1)
+        assert codes == [0], output[-3000:]
+        again, [error] = support.run_recipe(*words, tmp_path / secret / "none.json", world=1)
+        assert again == [2] and "<HF_TOKEN>/none.json" in error
+    finally:
+        del os.environ["HF_TOKEN"]
+    assert secret not in output + error
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    assert b"<HF_TOKEN>/tags.json" in (tmp_path / "run" / "config.json").read_bytes()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 
+import faults
 import pytest
 import support
 import torch
@@ -77,6 +78,7 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, pairs, tmp_path
     run = tmp_path / "run"
     ranks = start(run, pairs)
     support.wait_for_step(run, 8)
+    faults.wait_for_checkpoint(run, 6)
     os.kill(ranks[1].pid, signal.SIGKILL)
     ranks[0].kill()
     support.finish(ranks, timeout=30)

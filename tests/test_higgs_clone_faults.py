@@ -6,11 +6,11 @@ import signal
 import subprocess
 import time
 
+import faults
 import pytest
 import support
 import torch
 from safetensors.torch import load_file
-from test_dia_lora_faults import assert_no_orphans, rank_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
@@ -62,12 +62,13 @@ def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whol
     run = tmp_path / "run"
     started = deepspeed(run)
     support.wait_for_step(run, 11)
+    faults.wait_for_checkpoint(run, 8)
     killed = time.time()
-    os.kill(rank_processes(run)[1], signal.SIGKILL)
+    os.kill(faults.job_processes(run)["rank 1"], signal.SIGKILL)
     output, _ = started.communicate(timeout=60)
     assert started.returncode != 0, output[-2000:]
     assert time.time() - killed < 15
-    assert_no_orphans(run)
+    faults.assert_no_orphans(run)
 
     draft = run / "checkpoints" / ".step-00000016.tmp"
     started = deepspeed(run)
@@ -75,11 +76,12 @@ def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whol
     while not (draft.is_dir() and list(draft.rglob("*.pt"))):  # the first shard is being written
         assert time.time() < deadline and started.poll() is None
         time.sleep(0.002)
-    for rank in rank_processes(run):
-        os.kill(rank, signal.SIGKILL)
+    for name, pid in faults.job_processes(run).items():
+        if name.startswith("rank"):
+            os.kill(pid, signal.SIGKILL)
     output, _ = started.communicate(timeout=60)
     assert "going on after step 8" in output
-    assert_no_orphans(run)
+    faults.assert_no_orphans(run)
 
     codes, outputs = support.run_recipe(*job(run), recipe="higgs_clone")
     assert codes == [0, 0], outputs[0][-3000:]

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import time
 
+import faults
 import pytest
 import support
 import torch
 from safetensors.torch import load_file
-from test_dia_lora_faults import assert_no_orphans, rank_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
@@ -66,12 +66,13 @@ def test_kill_9_of_a_rank_ends_the_job_and_a_resume_equals_never_killed(whole, t
         text=True,
     )
     support.wait_for_step(run, 14)
+    faults.wait_for_checkpoint(run, 10)
     killed = time.time()
-    os.kill(rank_processes(run)[1], signal.SIGKILL)
+    os.kill(faults.job_processes(run)["rank 1"], signal.SIGKILL)
     output, _ = started.communicate(timeout=60)
     assert started.returncode != 0, output[-2000:]
     assert time.time() - killed < 15
-    assert_no_orphans(run)
+    faults.assert_no_orphans(run)
     codes, outputs = support.finish(start(run, "zero2"))
     assert codes == [0, 0], outputs[0][-3000:]
     assert f"going on after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
@@ -83,6 +84,7 @@ def test_kill_9_of_all_ranks_of_zero3_and_a_half_written_checkpoint_is_never_tak
     expected, run = whole("zero3"), tmp_path / "run"
     ranks = start(run, "zero3")
     support.wait_for_step(run, 21)
+    faults.wait_for_checkpoint(run, 20)
     for rank in ranks:
         os.kill(rank.pid, signal.SIGKILL)
     support.finish(ranks, timeout=60)

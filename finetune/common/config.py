@@ -48,6 +48,13 @@ class RunConfig:
     eval_data: str = flag("", "token dataset to evaluate on; empty = none (demo: its own)", group="run")
     out: str = flag("", "run folder; empty = runs/<recipe>-<date>-<time>", group="run")
     resume: str = flag("auto", "auto = newest checkpoint in --out, never, or a checkpoint folder", group="run")
+    force_resume: bool = flag(False, "go on though flags, data or owner are not the checkpoint's", group="run")
+    hang_timeout: float = flag(
+        1800,
+        "seconds without a sign of life until each rank prints its stack and ends; 0 = off",
+        group="run",
+        low=0,
+    )
     dry_run: bool = flag(False, "print sizes, plan and memory, take one step on the longest batch, stop", group="run")
     verify_data: bool = flag(True, "check the dataset's checksums and id ranges before training", group="run")
 
@@ -76,6 +83,7 @@ class RunConfig:
     max_skips: int = flag(3, "abort after this many non-finite steps in a row", group="optimizer", low=1)
 
     save_every: int = flag(500, "optimizer steps between checkpoints; 0 = only at the end", group="output", low=0)
+    async_save: bool = flag(True, "write checkpoints beside the training, from a copy in memory", group="output")
     keep: int = flag(2, "newest checkpoints to keep (at least 2); the best is kept too", group="output", low=2)
     eval_every: int = flag(
         500, "optimizer steps between evaluations; 0 = only at the start and end", group="output", low=0

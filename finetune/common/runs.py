@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from common.checkpoint import write_json
 from common.config import RunConfig, UserError
 from common.ds_config import stage_of
 from common.optim import warmup_steps
-from common.runtime import Ranks, Stopped, from_first, memory_gb, on_first, say
+from common.runtime import Ranks, Stopped, from_first, gather_names, memory_gb, on_first, redact, say
 from common.track import Meter, Totals, Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,8 +23,8 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandby
 # What may change between a run and its continuation without changing a single number of its training. The data are
 # known by their content, so that they can move.
 FREE_TO_CHANGE = set(
-    "ds out resume dry_run verify_data save_every keep eval_every sample_every samples export max_skips".split()
-    + "data eval_data lr_floor_action".split()
+    "ds out resume force_resume dry_run verify_data save_every async_save keep eval_every sample_every samples".split()
+    + "export max_skips hang_timeout data eval_data lr_floor_action".split()
 )
 
 
@@ -31,6 +32,15 @@ def run_folder(config: RunConfig, recipe: str, ranks: Ranks) -> Path:
     """--out, or a folder named after the recipe and the time; the same on every rank."""
     name = config.out or str(Path("runs") / time.strftime(f"{recipe}-%Y%m%d-%H%M%S"))
     return Path(from_first(name, ranks))
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be made ({error.strerror}).") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--out {folder} cannot be written to.")
 
 
 def demo_assets(ranks: Ranks, model: str = "dia") -> Path:
@@ -51,7 +61,8 @@ def identity(config: RunConfig, stage: int, ranks: Ranks, fingerprint: dict) -> 
     """Everything a checkpoint depends on: a run goes on only from a checkpoint with the same."""
     free = FREE_TO_CHANGE | {item.name for item in dataclasses.fields(config) if item.metadata["free"]}
     fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
-    return fields | {"zero_stage": stage, "ranks": ranks.world, "fingerprint": fingerprint}
+    fields |= {"zero_stage": stage, "ranks": ranks.world, "fingerprint": fingerprint}
+    return json.loads(redact(json.dumps(fields)))  # as the checkpoint will hold it
 
 
 def write_config(folder: Path, recipe: str, config: RunConfig, ds: dict, facts: dict) -> None:
@@ -95,11 +106,13 @@ class Run:
     ):
         self.config, self.ranks, self.engine, self.average = config, ranks, engine, average
         self.folder = run_folder(config, recipe, ranks)
+        on_first(lambda: _make_writable(self.folder), ranks)
         self.identity = identity(config, stage_of(ds), ranks, fingerprint)
         self.start, self.skips, self.extra = 0, 0, {}
-        self.found = found = checkpoint.choose(config.resume, self.checkpoints, ranks)
+        self.pending = None  # the checkpoint that is being written
+        self.found = found = checkpoint.choose(config.resume, self.checkpoints, ranks, config.force_resume)
         if found:
-            state = checkpoint.load(found, engine, average, ranks, self.identity)
+            state = checkpoint.load(found, engine, average, ranks, self.identity, config.force_resume)
             self.start, self.extra = state["step"], state.get("extra", {})
         warmup = warmup_steps(config.warmup, steps)
         if warmup > 0.3 * steps:
@@ -145,17 +158,26 @@ class Run:
         self.tracker.event("skip", step, ids=names)
         say(f"warning: step {step} skipped, loss or gradient not finite; clips: {', '.join(names[:20])}")
         if self.skips >= self.config.max_skips:
+            self.wait_for_checkpoint()
             raise UserError(
                 f"{self.skips} steps in a row were not finite (--max-skips), last with clips {', '.join(names[:5])};"
                 f" the checkpoints in {self.checkpoints} are from before."
             )
 
     def save(self, step: int, score: float | None, extra: dict | None = None, mine: dict | None = None) -> None:
+        """A checkpoint in the background; the one before must be on disk first."""
+        began, config = time.monotonic(), self.config
+        self.wait_for_checkpoint()
         state = {"step": step, "identity": self.identity, "extra": extra or {}}
-        path = checkpoint.save(
-            self.checkpoints, self.engine, state, self.average, self.ranks, self.config.keep, score, mine
+        self.pending = checkpoint.save(
+            self.checkpoints, self.engine, state, self.average, self.ranks, config.keep, score, mine, config.async_save
         )
-        self.tracker.event("checkpoint", step, path=str(path))
+        self.tracker.event("checkpoint", step, path=str(self.pending.path), stall_s=time.monotonic() - began)
+
+    def wait_for_checkpoint(self) -> None:
+        if self.pending:
+            self.pending.wait()
+        self.pending = None
 
     def first_eval(self) -> dict:
         """The evaluation before the first step, which later ones are set against; of an earlier process after a
@@ -170,23 +192,14 @@ class Run:
 
     def stop(self, step: int) -> None:
         """Ends a run that a signal wants to end, after it was saved."""
+        self.wait_for_checkpoint()
         self.tracker.event("preempted", step)
         raise Stopped(f"stopped by a signal after step {step}; the same command with --out {self.folder} goes on")
 
     def finish(self, steps: int) -> None:
+        self.wait_for_checkpoint()
         self.tracker.event("done", steps)
         self.tracker.close()
-
-
-def gather_names(names: list[str], ranks: Ranks) -> list[str]:
-    """The names of all ranks, on every rank."""
-    if ranks.world == 1:
-        return names
-    import torch.distributed as dist
-
-    boxes = [None] * ranks.world
-    dist.all_gather_object(boxes, names)
-    return [name for box in boxes for name in box]
 
 
 def fresh(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Ranks, device, printing, signals and the end of a process. Imports torch only where it is needed."""
 
+import faulthandler
 import os
 import re
 import resource
@@ -34,18 +35,51 @@ class Ranks:
 def say(*words) -> None:
     """Prints on the first rank only, at once."""
     if os.environ.get("RANK", "0") == "0":
-        print(*words, flush=True)
+        print(redact(" ".join(map(str, words))), flush=True)
+
+
+def redact(text: str) -> str:
+    """The text without the values of this process's secrets, such as HF_TOKEN or WANDB_API_KEY."""
+    for name, value in os.environ.items():
+        if re.search(r"TOKEN|API_?KEY|ACCESS_KEY|SECRET|PASSWORD", name) and len(value) >= 8:
+            text = text.replace(value, f"<{name}>")
+    return text
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------
 
 _stop = threading.Event()
+_launchers = []  # DeepSpeed's launcher and runner, when they started this process
 
 
 def catch_signals() -> None:
     """SIGTERM, SIGUSR1 or SIGINT asks for a stop; the loop saves at the next step that all ranks agree on."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: _stop.set())
+    if b"deepspeed.launcher.launch" in _proc(os.getppid(), "cmdline"):
+        _launchers[:] = _ancestors()
+
+
+def request_stop() -> None:
+    _stop.set()
+
+
+def stop_requested() -> bool:
+    """Also when the launcher or the runner is gone: most signals kill them without a word to the ranks."""
+    return _stop.is_set() or (bool(_launchers) and _launchers != _ancestors())
+
+
+def _ancestors() -> list[int]:
+    """Parent and grandparent."""
+    parent = os.getppid()
+    return [parent, int(_proc(parent, "stat").rpartition(b")")[2].split()[1])]
+
+
+def _proc(pid: int | str, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b") ? 0"
 
 
 def bar_codecs() -> None:
@@ -57,10 +91,6 @@ def bar_codecs() -> None:
         sys.modules[name] = None
 
 
-def stop_requested() -> bool:
-    return _stop.is_set()
-
-
 class Stopped(Exception):
     """A signal ended the run early with everything saved."""
 
@@ -70,12 +100,17 @@ def run_main(main, config) -> None:
 
     0 finished, 75 stopped by a signal with everything saved, 2 a user's mistake, 1 anything else.
     """
+    global _hang_timeout
+    _hang_timeout = getattr(config, "hang_timeout", 0)
+    still_alive()
     try:
         main(config)
         code = 0
     except Stopped as stopped:
         say(str(stopped))
         code = EXIT_STOPPED
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(1)  # srun kills all at the first exit that is not 0: the first rank must have spoken before
     except UserError as error:
         # All ranks usually find the same mistake: the first speaks at once, the others only if the launcher does
         # not end them meanwhile.
@@ -84,16 +119,27 @@ def run_main(main, config) -> None:
         while time.monotonic() < quiet_until and not stop_requested():
             time.sleep(0.1)
         if first or not stop_requested():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(redact(f"error: {error}"), file=sys.stderr, flush=True)
         code = EXIT_USER_ERROR
     except BaseException:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
         code = 1
+    faulthandler.cancel_dump_traceback_later()
     _report_outcome(code)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a rank that failed must not wait at interpreter exit for peers stuck in a collective.
     os._exit(code)
+
+
+_hang_timeout = 0.0
+
+
+def still_alive() -> None:
+    """Starts the time of --hang-timeout anew. When it runs out, the stacks of all threads are printed and the process
+    ends: from C, since a rank that waits for a stalled one may hold Python's lock."""
+    if _hang_timeout:
+        faulthandler.dump_traceback_later(_hang_timeout, exit=True, file=sys.__stderr__)
 
 
 def _report_outcome(code: int) -> None:
@@ -187,6 +233,7 @@ def all_sum(values, ranks: Ranks):
     if ranks.world > 1:
         vector = vector.to(ranks.device)
         dist.all_reduce(vector)
+    still_alive()
     return vector.cpu().numpy()
 
 
@@ -198,6 +245,17 @@ def from_first(value, ranks: Ranks):
     if ranks.world > 1:
         dist.broadcast_object_list(box, src=0, device=ranks.device)
     return box[0]
+
+
+def gather_names(names: list, ranks: Ranks) -> list:
+    """The names of all ranks, on every rank."""
+    if ranks.world == 1:
+        return names
+    import torch.distributed as dist
+
+    boxes = [None] * ranks.world
+    dist.all_gather_object(boxes, names)
+    return [name for box in boxes for name in box]
 
 
 def on_first(work, ranks: Ranks):
@@ -229,6 +287,13 @@ def memory_gb(ranks: Ranks) -> dict:
 
         return {"vram_gb": round(get_accelerator().max_memory_allocated() / 2**30, 3)}
     return {"rss_gb": round(resident_bytes("VmHWM") / 2**30, 3)}
+
+
+def free_memory() -> float:
+    """Bytes that this machine can still give without swapping."""
+    facts = _proc("", "meminfo")
+    found = re.search(rb"^MemAvailable:\s+(\d+) kB", facts, re.M)
+    return int(found[1]) * 1024 if found else float("inf")
 
 
 def resident_bytes(field: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.runtime import Ranks, all_sum, say, stop_requested
+from common.runtime import Ranks, all_sum, redact, say, stop_requested
 
 
 def due(every: int, done: int) -> bool:
@@ -113,7 +113,7 @@ class Tracker:
     def _write(self, record: dict) -> None:
         if self.ranks.first:
             with open(self.path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
+                stream.write(redact(json.dumps(record)) + "\n")
 
     def _plot(self, prefix: str, step: int, values: dict) -> None:
         if self.board:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,12 @@ def saved(template, tmp_path):
 
 
 def save(folder, engine, average, ranks, step, keep=2, score=None):
+    return start_save(folder, engine, average, ranks, step, keep, score, background=False).path
+
+
+def start_save(folder, engine, average, ranks, step, keep=2, score=None, background=True):
     state = {"step": step, "best": score, "identity": IDENTITY}
-    return checkpoint.save(folder, engine, state, average, ranks, keep, score)
+    return checkpoint.save(folder, engine, state, average, ranks, keep, score, background=background)
 
 
 def names(folder):
@@ -243,19 +248,13 @@ def test_a_damaged_index_is_refused_by_name(saved, ranks, content):
 # ---- damage ----------------------------------------------------------------------------------------------------
 
 
-def load_refused(path, ranks, trained, words, identity=IDENTITY):
-    before = weights(*trained)
+def refused(path, ranks, words):
     with pytest.raises(UserError, match=words) as error:
-        checkpoint.load(path, *trained, ranks, identity)
+        checkpoint.choose(str(path), path.parent, ranks)
     assert str(path) in str(error.value)
-    assert all(torch.equal(a, b) for a, b in zip(weights(*trained), before, strict=True)), "nothing was loaded"
 
 
-@pytest.mark.fault
-@pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
-@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt", "average-*.pt", "trainer_state.json"])
-def test_harm_to_any_file_is_found_and_named(saved, ranks, trained, harm, pattern):
-    (file,) = saved.rglob(pattern)
+def do_harm(file, harm):
     data = bytearray(file.read_bytes())
     if harm == "delete":
         file.unlink()
@@ -264,14 +263,71 @@ def test_harm_to_any_file_is_found_and_named(saved, ranks, trained, harm, patter
     else:
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-    load_refused(saved, ranks, trained, file.name)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
+@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt", "average-*.pt", "trainer_state.json"])
+def test_harm_to_any_file_is_found_and_named(saved, ranks, harm, pattern):
+    (file,) = saved.rglob(pattern)
+    do_harm(file, harm)
+    refused(saved, ranks, file.name)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("harm", ["truncate", "flip", "delete", "manifest", "folder"])
+def test_auto_goes_back_to_the_newest_whole_one_and_says_so(saved, trained, ranks, capsys, harm):
+    newest = save(saved.parent, *trained, ranks, 4)
+    if harm == "folder":
+        shutil.rmtree(newest)
+    else:
+        file = newest / "manifest.json" if harm == "manifest" else next(newest.rglob("*optim_states.pt"))
+        do_harm(file, "delete" if harm == "manifest" else harm)
+    assert checkpoint.choose("auto", saved.parent, ranks) == saved
+    assert f"warning: checkpoint {newest} is damaged" in capsys.readouterr().out
+    for step in (5, 6):  # what was damaged takes no place of the two that are kept
+        save(saved.parent, *trained, ranks, step)
+        assert len(listed(saved.parent)) == 2 and newest.name not in listed(saved.parent)
+
+
+@pytest.mark.fault
+def test_auto_never_starts_over_beside_checkpoints(saved, trained, ranks):
+    """All are damaged, or the index is lost: an error, or the newest folder; not step 0."""
+    (saved.parent / "index.json").unlink()
+    (saved.parent / "step-00000009").mkdir()  # no manifest: never finished
+    assert checkpoint.choose("auto", saved.parent, ranks) == saved
+    do_harm(saved / "trainer_state.json", "flip")
+    with pytest.raises(UserError, match="every checkpoint in .* is damaged"):
+        checkpoint.choose("auto", saved.parent, ranks)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null"])
-def test_a_manifest_that_vouches_for_nothing_is_refused(saved, ranks, trained, content):
+def test_a_manifest_that_vouches_for_nothing_is_refused(saved, ranks, content):
     (saved / "manifest.json").write_text(content)
-    load_refused(saved, ranks, trained, "manifest.json")
+    refused(saved, ranks, "manifest.json")
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("pattern", ["", "trainer_state.json", "*optim_states.pt"])
+def test_what_belongs_to_another_user_is_refused_unless_forced(saved, ranks, pattern):
+    file = next(saved.rglob(pattern)) if pattern else saved
+    os.chown(file, 12345, -1)
+    for resume in ("auto", str(saved)):
+        with pytest.raises(UserError, match=f"{file} belongs to user 12345"):
+            checkpoint.choose(resume, saved.parent, ranks)
+        assert checkpoint.choose(resume, saved.parent, ranks, force=True) == saved
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("pattern", ["", "trainer_state.json", "*optim_states.pt"])
+def test_a_symbolic_link_is_refused(saved, ranks, tmp_path, pattern):
+    file = next(saved.rglob(pattern)) if pattern else saved
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"{file} is a symbolic link"):
+        checkpoint.choose("auto", saved.parent, ranks)
 
 
 class Payload:
@@ -314,8 +370,123 @@ def test_the_payload_would_run_if_it_were_let(tmp_path):
         ({"new_flag": 1}, "new_flag: None then, 1 now"),
     ],
 )
-def test_another_run_is_refused_with_the_field_and_both_values(saved, ranks, trained, change, words):
-    load_refused(saved, ranks, trained, words, IDENTITY | change)
+def test_another_run_is_refused_with_the_field_and_both_values_unless_forced(saved, ranks, capsys, change, words):
+    engine, average = build(1)
+    before = weights(engine, average)
+    with pytest.raises(UserError, match=words) as error:
+        checkpoint.load(saved, engine, average, ranks, IDENTITY | change)
+    assert str(saved) in str(error.value) and "--force-resume" in str(error.value)
+    assert all(torch.equal(a, b) for a, b in zip(weights(engine, average), before, strict=True)), "nothing was loaded"
+    assert checkpoint.load(saved, engine, average, ranks, IDENTITY | change, force=True)["step"] == 3
+    assert words in capsys.readouterr().out
+    assert not all(torch.equal(a, b) for a, b in zip(weights(engine, average), before, strict=True))
+
+
+# ---- in the background -----------------------------------------------------------------------------------------
+
+
+def slow_disk(monkeypatch):
+    """Lets the test decide when files may be written."""
+    go = threading.Event()
+    real = torch.save
+    monkeypatch.setattr(torch, "save", lambda *words: (go.wait(30), real(*words)))
+    return go
+
+
+def test_a_checkpoint_in_the_background_holds_the_step_it_was_asked_for(ranks, tmp_path, monkeypatch):
+    engine, average = build(0)
+    train(engine, average, range(3))
+    go = slow_disk(monkeypatch)
+    pending = start_save(tmp_path, engine, average, ranks, 3)
+    train(engine, average, range(3, 5))  # would be in the file if it were not copied
+    assert listed(tmp_path) == [] and pending.thread.is_alive()
+    go.set()
+    pending.wait()
+    expected = weights(engine, average)
+    again, its_average = build(0)
+    checkpoint.load(checkpoint.choose("auto", tmp_path, ranks), again, its_average, ranks, IDENTITY)
+    train(again, its_average, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(weights(again, its_average), expected, strict=True))
+
+
+def test_without_room_for_a_copy_it_is_written_at_once(trained, ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "free_memory", lambda: 1000)
+    pending = start_save(tmp_path, *trained, ranks, 3)
+    assert listed(tmp_path) == [pending.path.name] and not pending.thread.is_alive()
+
+
+@pytest.mark.fault
+def test_a_file_that_cannot_be_written_is_an_error_where_it_is_waited_for(saved, trained, ranks, monkeypatch):
+    from common import runtime
+
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    pending = start_save(saved.parent, *trained, ranks, 4)
+    with pytest.raises(UserError, match=r"could not be written \(.*No space left on device; [0-9.]+ GB are free"):
+        pending.wait()
+    assert runtime.stop_requested(), "the training ends at its next step"
+    runtime._stop.clear()
+    assert names(saved.parent) == ["index.json", saved.name]
+    assert checkpoint.choose("auto", saved.parent, ranks) == saved
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
+def test_a_full_disk_is_foreseen(trained, ranks, tmp_path):
+    """A real file system of half a megabyte, room for the checkpoint of the tiny network but not for the rest."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], check=True)
+    try:
+        with pytest.raises(UserError, match=r"needs 0.001 GB and 0.001 GB are free"):
+            save(folder / "checkpoints", *trained, ranks, 3)
+        assert list((folder / "checkpoints").iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        with pytest.raises(UserError, match=f"no checkpoint can be written to {folder}.* .Read-only file system"):
+            save(folder / "checkpoints", *trained, ranks, 3)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.fault
+def test_an_end_at_any_moment_leaves_the_old_or_the_new_checkpoint(trained, ranks, template, tmp_path, monkeypatch):
+    """Every flush, rename and removal of a save in turn is its last; what a kill would leave is on the disk."""
+
+    class Killed(BaseException):
+        pass
+
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    moments, chosen = 0, set()
+    while True:
+        folder = tmp_path / str(moments)
+        shutil.copytree(template, folder)
+        left = [moments]
+        with monkeypatch.context() as patch:
+            for module, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree")):
+                real = getattr(module, name)
+
+                def until(*words, real=real, left=left, **more):
+                    left[0] -= 1
+                    if left[0] < 0:
+                        raise Killed
+                    return real(*words, **more)
+
+                patch.setattr(module, name, until)
+            try:
+                pending = start_save(folder, *trained, ranks, 4, keep=2)
+                pending.thread.join()
+                ended = left[0] < 0
+            except Killed:
+                ended = True
+        path = checkpoint.choose("auto", folder, ranks)
+        chosen.add(path.name)
+        assert checkpoint._damage(path) is None
+        save(folder, *trained, ranks, 4)
+        assert listed(folder) == ["step-00000003", "step-00000004"]
+        assert names(folder) == ["index.json", "step-00000003", "step-00000004"]
+        if not ended:
+            break
+        moments += 1
+    assert moments > 10 and chosen == {"step-00000003", "step-00000004"}
 
 
 # ---- several engines -------------------------------------------------------------------------------------------
@@ -326,7 +497,7 @@ def test_two_engines_and_what_a_rank_holds_are_saved_and_go_on_together(ranks, t
     for engine, its_average in ((first, average), (second, other)):
         train(engine, its_average, range(2))
     state, mine = {"step": 2, "identity": IDENTITY}, {"past": torch.arange(3.0)}
-    path = checkpoint.save(tmp_path, {"g": first, "d": second}, state, average, ranks, 2, None, mine)
+    path = checkpoint.save(tmp_path, {"g": first, "d": second}, state, average, ranks, 2, None, mine).path
     assert {"g", "d"} <= {entry.name for entry in path.iterdir()}
     for engine, its_average in ((first, average), (second, other)):
         train(engine, its_average, range(2, 4))

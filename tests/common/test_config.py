@@ -18,12 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Every flag of every recipe. A change here changes users' commands: make it on purpose, and say so in the README.
 RUN_FLAGS = """
-    --ds --deepspeed_config --model --data --eval-data --out --resume --dry-run --no-dry-run
+    --ds --deepspeed_config --model --data --eval-data --out --resume
+    --force-resume --no-force-resume --hang-timeout --dry-run --no-dry-run
     --verify-data --no-verify-data
     --steps --epochs --lr --lr-floor-action --warmup --min-lr-ratio --micro-tokens --accumulation --seed
     --optimizer --weight-decay --clip --ema --precision --gradient-checkpointing --no-gradient-checkpointing
     --max-skips
-    --save-every --keep --eval-every --sample-every --samples --export --no-export
+    --save-every --async-save --no-async-save --keep --eval-every --sample-every --samples --export --no-export
 """
 DIA_FLAGS = """
     --text-mode --tag-dropout --tag-limit --tag-map --allow-empty-text --no-allow-empty-text

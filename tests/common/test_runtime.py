@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from common.runtime import _agree_on_free_port, _free_port
+from common.runtime import _agree_on_free_port, _free_port, redact
 
 HEAD = """
 import sys
@@ -102,3 +102,64 @@ def test_a_childs_peak_is_not_its_parents():
     done = subprocess.run([sys.executable, "-c", child], env=env, capture_output=True, text=True)
     peak, now = map(int, done.stdout.split())
     assert len(ballast) >> 20 == 600 and 0 < now <= peak < 200
+
+
+# ---- secrets, orphans, hangs -----------------------------------------------------------------------------------
+
+
+def test_only_secrets_are_replaced(monkeypatch):
+    for name, value in (
+        ("HF_TOKEN", "hf_abcdefgh"),
+        ("WANDB_API_KEY", "0123456789"),
+        ("SHORT_TOKEN", "x"),
+        ("A", "visible1"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert redact("x hf_abcdefgh-0123456789 visible1") == "x <HF_TOKEN>-<WANDB_API_KEY> visible1"
+
+
+ORPHAN = """
+import os, subprocess, sys, time
+if sys.argv[1] == "runner":
+    launcher = subprocess.Popen([sys.executable, __file__, "launcher", "deepspeed.launcher.launch"])
+    print(launcher.pid, flush=True)
+    launcher.wait()
+elif sys.argv[1] == "launcher":
+    subprocess.Popen([sys.executable, __file__, "rank"]).wait()
+else:
+    from common.runtime import catch_signals, stop_requested
+    catch_signals()
+    print("not yet" if not stop_requested() else "too early", flush=True)
+    while not stop_requested():
+        time.sleep(0.02)
+    print("noticed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("victim", ["runner", "launcher"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_a_rank_notices_that_its_launcher_or_runner_is_gone(tmp_path, victim, number):
+    script = tmp_path / "family.py"
+    script.write_text(ORPHAN)
+    env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    runner = subprocess.Popen([sys.executable, script, "runner"], env=env, stdout=subprocess.PIPE, text=True)
+    launcher = int(runner.stdout.readline())
+    assert runner.stdout.readline() == "not yet\n"
+    os.kill(runner.pid if victim == "runner" else launcher, number)
+    assert runner.stdout.readline() == "noticed\n"
+    runner.wait()
+
+
+def test_a_process_without_a_sign_of_life_prints_its_stack_and_ends(tmp_path):
+    body = "from types import SimpleNamespace as N; from common import runtime; import time\n"
+    work = "def main(config):\n    for _ in range(6): time.sleep(0.5); runtime.still_alive()\n    stuck()\n"
+    stuck = "def stuck(): time.sleep(60)\n"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", f"{body}{stuck}{work}runtime.run_main(main, N(hang_timeout=1.5))"],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "Timeout (0:00:01.5" in done.stderr and "in stuck" in done.stderr
+    assert 4 < time.monotonic() - began < 30, "each sign of life starts the time anew"

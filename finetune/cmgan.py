@@ -155,10 +155,13 @@ def build_data(config: Config, ranks: Ranks) -> tuple[Crops, PairDataset | None,
 
 
 def compute_loss(model, batch, discriminator):
-    """The generator's weighted loss sum over the batch, its terms' sums and counts, and what it made, detached."""
+    """The generator's weighted loss sum over the batch, its terms' sums and counts, and what it made, detached.
+
+    Silence counts with a loss of 0.
+    """
     pair = signal.normalise(batch["noisy"], batch["clean"])
-    estimate = signal.estimate(model(signal.spectrum(pair.noisy)), pair)
-    terms = signal.generator_terms(estimate, discriminator) * batch["weights"][:, None]
+    estimate = signal.estimate(model(signal.spectrum(pair.heard)), pair)
+    terms = signal.generator_terms(estimate, discriminator) * batch["weights"][:, None] * pair.audible
     counts = torch.full((len(terms),), float(terms.shape[1]), device=terms.device)
     return terms.sum(), torch.stack([terms.detach().sum(1), counts]), estimate.detach()
 
@@ -192,7 +195,9 @@ def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, r
     labelled = [labels.collect(step, part) for part in waiting]
     waited = time.monotonic() - asked
     missing = [name for part in labelled for name in part.missing]
-    *counts, missing_anywhere, redraws = all_sum([*valid_counts(labelled), len(missing), redraws], ranks).tolist()
+    silent = sum(float((1 - part.estimate.pair.audible).sum()) for part in waiting)
+    sums = all_sum([*valid_counts(labelled), len(missing), redraws, silent], ranks).tolist()
+    *counts, missing_anywhere, redraws, silent = sums
     loss_d = 0.0
     for turn, part in enumerate(labelled):
         torch.manual_seed(key64(config.seed, step, turn * ranks.world + ranks.rank, "dropout of d") % 2**63)
@@ -205,7 +210,8 @@ def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, r
     applied_d, norm_d = engine.take_step(d)
     d.module.model.iterate()
     values = {"grad_norm": norm, "grad_norm_d": norm_d, "loss_d": float(all_sum([loss_d], ranks)[0])}
-    values |= {"pesq_missing": int(missing_anywhere), "pesq_wait_s": waited, "redraws": int(redraws)}
+    values |= {"pesq_missing": int(missing_anywhere), "pesq_wait_s": waited}
+    values |= {"redraws": int(redraws), "silent": int(silent)}
     return meter, applied and applied_d, values, missing
 
 

@@ -23,6 +23,21 @@ class Pair:
     clean: torch.Tensor
     scale: torch.Tensor  # (B,) what both were multiplied with
 
+    @property
+    def audible(self) -> torch.Tensor:
+        """(B,) 1, and 0 where the noisy sound is silence: nothing to enhance, nothing to learn from."""
+        return (self.noisy.square().mean(-1) >= SILENT).float()
+
+    @property
+    def heard(self) -> torch.Tensor:
+        """(B, L) what the generator trains on: the noisy sound, or hiss for silence.
+
+        Silence is a constant, of which every instance norm multiplies the gradient by 300. Its own loss is left out,
+        but BatchNorm would still lead its neighbours' gradient through it.
+        """
+        hiss = torch.randn(self.noisy.shape[1], generator=torch.Generator().manual_seed(0)).to(self.noisy.device)
+        return torch.where(self.audible[:, None] > 0, self.noisy, hiss)
+
 
 def normalise(noisy: torch.Tensor, clean: torch.Tensor) -> Pair:
     """Both signals times the factor that gives the noisy one unit power."""

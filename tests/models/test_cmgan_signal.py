@@ -5,10 +5,11 @@ import pytest
 import torch
 from scipy import signal as scipy_signal
 
+import cmgan
 from common.config import UserError
 from models import cmgan_signal as signal
 from models import cmgan_watch
-from models.cmgan import Discriminator
+from models.cmgan import Discriminator, TSCNet
 
 
 def speech_like(seconds=1.0, level=0.05, seed=0) -> torch.Tensor:
@@ -101,6 +102,28 @@ def test_silence_is_finite_and_so_are_its_gradients():
     terms = signal.generator_terms(signal.estimate(spec, normal), Discriminator(4))
     terms.sum().backward()
     assert terms.isfinite().all() and spec.grad.isfinite().all()
+
+
+def test_silence_teaches_the_generator_nothing_and_leaves_its_neighbours_gradient_in_bounds(pair):
+    torch.manual_seed(0)
+    model, judge = TSCNet(8, dropout=0.0), Discriminator(4)
+    weights = torch.tensor([0.1, 0.9, 0.2, 0.05])
+    noisy, clean = (side[:1, :8000] for side in pair)
+    silence = torch.zeros(1, 8000)
+
+    def gradient(noisy, clean):
+        model.zero_grad()
+        loss, stats, _ = cmgan.compute_loss(model, {"noisy": noisy, "clean": clean, "weights": weights}, judge)
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        return float(loss), float(norm), stats[1].tolist()
+
+    assert gradient(silence, silence) == (0.0, 0.0, [1.0] * 4)
+    loss, norm, _ = gradient(noisy, clean)
+    assert loss > 0.1 and 0.01 < norm < 100
+    both = gradient(torch.cat([noisy, silence]), torch.cat([clean, silence]))
+    assert both[2] == [2.0] * 4 and both[0] == pytest.approx(loss, rel=0.1) and 0.01 < both[1] < 5 * norm
+    assert signal.normalise(noisy, clean).audible.tolist() == [1.0]
 
 
 def test_labels_are_clamped_to_what_a_sigmoid_can_say():

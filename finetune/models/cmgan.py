@@ -3,8 +3,6 @@
 B sounds, C channels, T frames, F bins (201; 101 between encoder and decoders), S sequences, N their length.
 """
 
-from contextlib import contextmanager, nullcontext
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -108,30 +106,18 @@ class DepthwiseConv(nn.Module):
 class StepBatchNorm(nn.BatchNorm1d):
     """BatchNorm whose running statistics move once an optimizer step, by the mean over all its micro-batches.
 
-    Only so are they the same for any ranks x accumulation, and safe from the second forward of activation
-    checkpointing and from a step that is not applied.
+    Only so are they the same for any ranks x accumulation, and safe from a step that is not applied. The second forward
+    of activation checkpointing adds the same again to sum and count.
     """
-
-    recomputing = False
 
     def forward(self, x):
         if not self.training:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         out = F.batch_norm(x, mean, var, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
-        if not StepBatchNorm.recomputing:
-            self.seen = getattr(self, "seen", 0) + torch.stack([mean, var])
-            self.batches = getattr(self, "batches", 0) + 1
+        self.seen = getattr(self, "seen", 0) + torch.stack([mean, var])
+        self.batches = getattr(self, "batches", 0) + 1
         return out
-
-
-@contextmanager
-def _recomputing():
-    StepBatchNorm.recomputing = True
-    try:
-        yield
-    finally:
-        StepBatchNorm.recomputing = False
 
 
 class ConvModule(nn.Module):
@@ -192,8 +178,7 @@ class TwoStageConformer(nn.Module):
         with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.low_precision):
             if not (self.checkpointing and torch.is_grad_enabled()):
                 return conformer(x).float()
-            contexts = lambda: (nullcontext(), _recomputing())  # noqa: E731
-            return checkpoint(conformer, x, use_reentrant=False, context_fn=contexts).float()
+            return checkpoint(conformer, x, use_reentrant=False).float()
 
 
 # ---- generator -------------------------------------------------------------------------------------------------

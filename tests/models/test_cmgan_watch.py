@@ -44,6 +44,7 @@ def test_the_seeds_collapse_raises_the_alarm_and_honest_training_does_not():
     for history in (
         [[0.12, 2.0], [0.11, 2.2], [0.10, 2.3], [0.09, 2.4], [0.08, 2.5]],
         [[0.08, 2.5], [0.09, 2.4], [0.10, 2.3], [0.11, 2.2], [0.12, 2.1]],  # over-fitting: the loss rises
+        [[0.11, 2.0], [0.14, 2.5], [0.13, 2.4], [0.12, 2.3], [0.10, 2.1]],  # together, but PESQ is higher than it was
         collapse[1:],
     ):
         assert not watch.diverging(history) and not watch.alarms(FINE, NOISY, history, 1.0)

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -48,25 +47,26 @@ def redact(text: str) -> str:
 
 # ---- signals ---------------------------------------------------------------------------------------------------
 
-_stop = threading.Event()
+_stop_wanted = False  # no threading.Event: its lock would wait for itself when a signal interrupts a handler
 _launchers = []  # DeepSpeed's launcher and runner, when they started this process
 
 
 def catch_signals() -> None:
     """SIGTERM, SIGUSR1 or SIGINT asks for a stop; the loop saves at the next step that all ranks agree on."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda *_: _stop.set())
+        signal.signal(number, lambda *_: request_stop())
     if b"deepspeed.launcher.launch" in _proc(os.getppid(), "cmdline"):
         _launchers[:] = _ancestors()
 
 
 def request_stop() -> None:
-    _stop.set()
+    global _stop_wanted
+    _stop_wanted = True
 
 
 def stop_requested() -> bool:
     """Also when the launcher or the runner is gone: most signals kill them without a word to the ranks."""
-    return _stop.is_set() or (bool(_launchers) and _launchers != _ancestors())
+    return _stop_wanted or (bool(_launchers) and _launchers != _ancestors())
 
 
 def _ancestors() -> list[int]:

@@ -20,7 +20,6 @@ import faulthandler
 import functools
 import os
 import signal as signals
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -40,18 +39,24 @@ class Config(PairConfig):
     doctor: bool = flag(False, "check mathematics, stream and loss without training, then stop", group="run", free=True)
     deep: bool = flag(False, "--doctor also learns one clip by heart, in minutes", group="run", free=True)
     safe: bool = flag(False, "micro-batches of one crop, fp32, no thread: the same training", group="run", free=True)
+    overfit: str = flag("", "train and evaluate on the clip of this id alone: it must learn it by heart", group="run")
     delay: int = flag(0, "--enhance: frames until a frame is given out; 0 = the buffer", group="run", low=0, free=True)
     temperature: float = flag(1.0, "--enhance: scale of the stream's noise; 0 = none", group="run", low=0, free=True)
+    refresh_context: bool = flag(False, "--enhance: the newest estimates replace the context", group="run", free=True)
+    redraw_start: bool = flag(False, "--enhance: empty places are drawn for each frame", group="run", free=True)
 
     epochs: float = flag(250.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
     micro_batch: int = flag(4, "crops a rank and micro-batch", group="schedule", low=1, free=True)
     accumulation: int = flag(1, "micro-batches a rank and optimizer step", group="schedule", low=1, free=True)
+    schedule: Literal["cosine", "plateau"] = flag("cosine", "after the warm-up", group="schedule")
+    patience: int = flag(3, "plateau: evaluations without a better --best-by until a drop", group="schedule", low=1)
+    drop: float = flag(0.5, "plateau: factor of a drop, down to --min-lr-ratio", group="schedule", low=0.01, high=1)
     weight_decay: float = flag(0.0, "on matrices only; 0 = off", group="optimizer", low=0)
     ema: float = flag(0.999, "decay of the average of the weights; 0 = off", group="optimizer", low=0, high=0.99999)
     precision: Literal["bf16", "fp32"] = flag("bf16", "of the network; all else is fp32", group="optimizer", free=True)
     max_skips: int = flag(5, "abort after this many non-finite steps in a row", group="optimizer", low=1)
     best_by: Literal["pesq", "estoi", "si_sdr", "sdr", "lsd", "loss"] = flag(
-        "pesq", "metric of the stream that chooses the best checkpoint and the export", group="output"
+        "pesq", "metric of the stream that chooses checkpoint and export, and that a plateau is seen by", group="output"
     )
 
     network: Literal["ncsnpp", "block_causal"] = flag("ncsnpp", "of the first or of the second paper")
@@ -61,6 +66,7 @@ class Config(PairConfig):
     hop: int = flag(256, "samples between windows", low=8)
     frames: int = flag(128, "frames that the network sees, rounded up to what it takes", low=8)
     buffer: int = flag(20, "frames that are being denoised, the last of --frames", low=4)
+    buffer_low: int = flag(0, "each step draws its buffer from this many frames up to --buffer; 0 = no draw", low=0)
     sde_c: float = flag(0.08, "noise of the diffusion: g(t)^2 = c k^2t")
     sde_k: float = flag(2.6, "its growth")
     t_eps: float = flag(0.03, "smallest time")
@@ -71,6 +77,7 @@ class Config(PairConfig):
     times: Literal["jitter", "random", "grid"] = flag("jitter", "how a crop's times are drawn")
     context_time: float = flag(0.0, "time that the context is labelled with; 1 = official weights of scale time")
     context_noise: float = flag(0.0, "share of the crops whose context is not clean", low=0, high=1)
+    level: Literal["none", "track"] = flag("none", "track: frames are brought to one level by those before them")
     gain_low: float = flag(-12.0, "keyed random level of a crop in dB, from")
     gain_high: float = flag(6.0, "to")
     pad_short: bool = flag(False, "accept clips shorter than the buffer: silence comes before them")
@@ -118,19 +125,20 @@ from torch import nn
 from common import engine, memory, runs
 from common.feed import mover, prefetch
 from common.keyed import key64
-from common.optim import learning_rate
-from common.pairs import PairDataset, split_pairs
+from common.optim import judge, plateau_rate
+from common.pairs import PairDataset, open_pairs, split_pairs
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, memory_gb, run_main, say, start_ranks, stop_requested
+from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
 from common.scorer import Scorer
 from common.track import Meter, due
 from models import buffer_signal as signal
-from models.buffer_data import Windows
+from models.buffer_data import Windows, buffer_size
 from models.buffer_evaluate import Evaluation, evaluate, sample
 from models.buffer_files import load_network, write_export
 from models.buffer_signal import Spec, batch_to_loss, spec_of
-from models.buffer_stream import enhance_folder, say_latency
+from models.buffer_stream import Traced, enhance_folder, say_latency
+from models.buffer_trial import dry_run, try_loss
 from models.diffusion_buffer import build_network
 
 FP32_STEPS = 100  # after a loss that only fp32 could compute
@@ -152,6 +160,10 @@ def build_model(config: Config, ds: dict, spec: Spec) -> nn.Module:
 
 def build_data(config: Config, spec: Spec, ranks: Ranks) -> tuple[Windows, PairDataset | None, np.ndarray]:
     """The windows to train on; the pairs, and which of them, to evaluate on."""
+    if config.overfit:
+        pairs = open_pairs(config.data, signal.RATE, config.verify_data, ranks)
+        rows = pairs.rows_named(config.overfit)
+        return Windows(pairs, rows, spec, config), pairs, rows
     crops, chosen, rows = split_pairs(config, signal.RATE, ranks)
     return Windows(crops.pairs, crops.rows, spec, config), chosen, rows
 
@@ -202,28 +214,33 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
     steps = config.steps or plan.steps(config.epochs, crops)
     say(f"clips {len(windows):,}, {steps} steps of {crops} crops of {spec.frames} frames, the last {spec.buffer} noisy")
     say_latency(spec, spec.buffer)
-    memory.say_needs(model, ds, config, ranks)
-
-    # engine and resume
-    loss_of = functools.partial(compute_loss, spec=spec)
-    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("GroupNorm",), betas=(0.9, 0.999))
-    average = engine.Average(ds_engine, config.ema)
-    target_bins = crops * spec.bins * spec.buffer
 
     def build(number: int) -> dict:
         """Micro-batch `number` of this rank: its share of a step's crops."""
         step, turn = divmod(number, config.accumulation)
         first = step * crops + (turn * ranks.world + ranks.rank) * config.micro_batch
         parts = [plan.micro_batch(first + i) for i in range(config.micro_batch)]
-        return mover(ranks.device)(windows.batch([(epoch, int(clip[0])) for epoch, clip in parts]))
+        size = buffer_size(step, spec, config)
+        return mover(ranks.device)(windows.batch([(epoch, int(clip[0])) for epoch, clip in parts], size))
 
+    # engine and resume
+    loss_of = functools.partial(compute_loss, spec=spec)
+    halved = memory.fit_micro_batch(lambda: try_loss(model, build(0), loss_of, config, ranks), config, ranks)
+    ds = resolve_ds(config.ds, config, ranks.world) if halved else ds
+    needs = memory.say_needs(model, ds, config, ranks)
+    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("GroupNorm",), betas=(0.9, 0.999))
+    average = engine.Average(ds_engine, config.ema)
     if config.dry_run:
-        dry_run(ds_engine, build, target_bins, config, ranks)
+        dry_run(ds_engine, build, crops * spec.bins * buffer_size(0, spec, config), needs, config, ranks)
         return ds_engine
     fingerprint = {"data": windows.pairs.fingerprint(), "rows": len(windows), "crops": crops}
     run = runs.Run("diffusion_buffer", config, ds, ranks, ds_engine, average, fingerprint, steps)
-    extra = {"best": None, "fp32_until": 0} | run.extra
+    extra = {"best": None, "stale": 0, "drops": 0, "fp32_until": 0} | run.extra
     evaluation = Evaluation(chosen, rows, spec, config, scorer, ranks) if len(rows) else None
+    if config.schedule == "plateau" and not (evaluation and config.eval_every):
+        raise UserError("--schedule plateau sees a plateau in evaluations: give --eval-every and pairs to evaluate on.")
+    if halved:
+        run.tracker.event("out_of_memory", run.start, micro_batch=config.micro_batch, accumulation=config.accumulation)
     run.folder.mkdir(parents=True, exist_ok=True)
     stacks = open(run.folder / f"stacks-{ranks.rank:05d}.txt", "w")  # kill -USR2 says where a rank hangs
     faulthandler.register(signals.SIGUSR2, stacks)
@@ -238,6 +255,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
     model.train()
     for step in range(run.start, steps):
         meter, watched, rescued, sigmas = Meter(), [], 0, []
+        target_bins = crops * spec.bins * buffer_size(step, spec, config)
         for turn in range(config.accumulation):
             batch = meter.next(feed)
             batch["autocast"] = config.precision == "bf16" and step >= extra["fp32_until"]
@@ -249,7 +267,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
             rescued += saved
             if turn + 1 < config.accumulation:
                 ds_engine.step()  # only counts the micro-batch
-        lr = learning_rate(step, steps, config)
+        lr = plateau_rate(step, steps, extra["drops"], config)
         engine.set_learning_rate(ds_engine, lr)
         applied, norm = engine.take_step(ds_engine)
         totals = meter.reduce(ranks)
@@ -273,8 +291,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         score = None
         if last or due(config.eval_every, done):
             score = evaluate(model, evaluation, run, done)
-            if config.export and score is not None and (extra["best"] is None or score < extra["best"]):
-                extra["best"] = score
+            if judge(extra, score, config) and config.export:
                 export(model, spec, run, {"step": done, config.best_by: abs(score)})
         if last or totals.stop or due(config.save_every, done):
             run.save(done, score, extra)
@@ -284,28 +301,13 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
             sample(model, evaluation, run, done)
 
     # finish
-    if config.export and extra["best"] is None:
+    if config.export and extra["best"] is None:  # no evaluation, or none that was finite
         export(model, spec, run, {"step": steps})
     all_sum([0.0], ranks)  # what all ranks write is on disk
     run.finish(steps)
     if ranks.first:
         say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
-
-
-def dry_run(ds_engine, build, target_bins: int, config: Config, ranks: Ranks) -> None:
-    """One optimizer step, its time and memory."""
-    began = time.monotonic()
-    for turn in range(config.accumulation):
-        loss_sum, stats, _ = ds_engine(build(turn) | {"autocast": config.precision == "bf16"})
-        engine.backward(ds_engine, loss_sum, target_bins, ranks.world)
-        if turn + 1 < config.accumulation:
-            ds_engine.step()
-    applied, norm = engine.take_step(ds_engine)
-    peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
-    loss = float(stats[0].sum() / stats[1].sum())
-    say(f"dry run: one step {time.monotonic() - began:.1f} s, applied {applied}, loss {loss:.4f}, norm {norm:.3f};"
-        f" peak memory {peak}")  # fmt: skip
 
 
 def make_safe(config: Config) -> None:
@@ -327,8 +329,10 @@ def main(config: Config) -> None:
             raise UserError("--enhance needs --model and --out.")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         network, spec = load_network(config.model)
-        options = (config.delay, config.seed, config.temperature, device)
-        enhance_folder(network.to(device).eval(), spec, Path(config.enhance), Path(config.out), *options)
+        options = {"seed": config.seed, "temperature": config.temperature, "device": device}
+        options |= {"refresh": config.refresh_context, "redraw": config.redraw_start}
+        network = Traced(network.to(device).eval(), spec, device)
+        enhance_folder(network, spec, Path(config.enhance), Path(config.out), config.delay, **options)
     else:
         train(config, start_ranks(), resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1"))), SCORER)
 

@@ -14,7 +14,7 @@ import diffusion_buffer as recipe
 from common.pairs import PairDataset
 from common.plan import Plan
 from models import buffer_signal as signal
-from models.buffer_data import Windows
+from models.buffer_data import Windows, buffer_size
 from models.buffer_files import load_network
 from models.buffer_stream import enhance
 
@@ -83,12 +83,20 @@ def runs(data, tmp_path_factory):
         "bf16": {"config": bf16},
         "inf": {"config": bf16, "inf": True},
         "nan": {"config": {**zero2, "micro_batch": 1, "accumulation": 1}, "nan": "clip_2"},
+        "oom": {"config": {**evaluated, "micro_batch": 4, "accumulation": 1}, "fits": 2},
+        "drawn": {"config": {**zero2, "buffer": 7, "buffer_low": 4, "context_noise": 0.0}},
+        "overfit": {"config": {**zero2, "overfit": "clip_3", "steps": 3}},
+        "again": {"config": {**zero2, "overfit": "clip_3", "steps": 3}},
+        "plateau": {
+            "config": {**evaluated, "steps": 8, "schedule": "plateau", "patience": 2, "eval_every": 1},
+            "scores": [3.0, 2.0, 2.5, 2.0, 1.0, 1.5, None, 0.5],
+        },
         "dry": {"config": {**zero2, "dry_run": True}},
     }
     listed = []
     for name, job in jobs.items():
         config = {**SMALL, "data": str(data), "out": str(folder / name), **job["config"]}
-        if "hold_out" not in config and name in ("zero0", "zero1"):
+        if name in ("zero0", "zero1", "drawn"):
             config["hold_out"], config["eval_files"] = ["held"], 1
         listed.append(job | {"config": config})
     (folder / "dry").mkdir()
@@ -113,21 +121,28 @@ def spectrum(wave, n_fft, hop):
 
 
 def dp_loss(network, batch):
-    """|x0 - S|^2 summed over the last 4 of 16 frames, written out."""
+    """|x0 - S|^2 summed over the last frames of 16, written out."""
     clean, noisy = (spectrum(batch[side], 126, 64) for side in ("clean", "noisy"))
-    t, z = batch["t"][:, None], batch["z"]
-    buffer = (1 - t) * clean[..., 12:] + t * noisy[..., 12:] + batch["sigma"][:, None] * z
-    context = clean + batch["mix"][:, None, None] * (noisy - clean)
-    x = torch.cat([context[..., :12] + batch["dirt"], buffer], dim=-1)
-    times = torch.cat([torch.zeros(len(x), 12), batch["t"]], dim=1)
-    out = network(x, noisy, network.embed(times), torch.ones(1, 16))[..., 12:]
-    return (out - clean[..., 12:]).abs().square().sum()
+    t, z, first = batch["t"][:, None], batch["z"], 16 - batch["t"].shape[1]
+    buffer = (1 - t) * clean[..., first:] + t * noisy[..., first:] + batch["sigma"][:, None] * z
+    context = clean[..., :first]
+    if "mix" in batch:
+        context = context + batch["mix"][:, None, None] * (noisy - clean)[..., :first] + batch["dirt"]
+    x = torch.cat([context, buffer], dim=-1)
+    times = torch.cat([torch.zeros(len(x), first), batch["t"]], dim=1)
+    out = network(x, noisy, network.embed(times), torch.ones(1, 16))[..., first:]
+    return (out - clean[..., first:]).abs().square().sum()
 
 
 @pytest.fixture(scope="module")
 def plain(data):
-    """The same training in one process with torch's own AdamW: weights, their average, and losses."""
-    config = recipe.Config(**SMALL, data=str(data))
+    return train_plainly(data)
+
+
+def train_plainly(data, sizes=(4, 4, 4, 4), **changes):
+    """The same training in one process with torch's own AdamW: weights, their average, losses, norms. `sizes`: of the
+    buffer, a step."""
+    config = recipe.Config(**(SMALL | changes), data=str(data))
     spec = signal.spec_of(config)
     network = recipe.build_model(config, {"zero_optimization": {"stage": 0}}, spec)
     pairs = PairDataset(str(data), 16000)
@@ -138,8 +153,8 @@ def plain(data):
     averaged, losses, norms = [p.detach().clone() for p in weights], [], []
     for step in range(4):
         chosen = [plan.micro_batch(number) for number in range(8 * step, 8 * step + 8)]
-        batch = windows.batch([(epoch, int(clip[0])) for epoch, clip in chosen])
-        loss = dp_loss(network, batch) / (8 * 64 * 4)
+        batch = windows.batch([(epoch, int(clip[0])) for epoch, clip in chosen], sizes[step])
+        loss = dp_loss(network, batch) / (8 * 64 * sizes[step])
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(weights, 1.0)))
         rate = 2e-5 * (step + 1) / 2 if step < 2 else 2e-5 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2))))
@@ -158,7 +173,7 @@ def worst(found, expected) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
-@pytest.mark.parametrize("run", ["zero0", "zero1", "zero2", "split", "safe"])
+@pytest.mark.parametrize("run", ["zero0", "zero1", "zero2", "split", "safe", "oom"])
 def test_two_ranks_equal_one_process_however_the_crops_are_split(runs, plain, run):
     weights, averaged, losses, norms = plain
     for rank in (0, 1):
@@ -170,6 +185,40 @@ def test_two_ranks_equal_one_process_however_the_crops_are_split(runs, plain, ru
     assert [record["grad_norm"] for record in records] == pytest.approx(norms, rel=1e-4)
     start = recipe.build_model(recipe.Config(**SMALL), {"zero_optimization": {"stage": 0}}, signal.Spec(width=8))
     assert worst(start.state_dict(), weights) > 2e-5  # more than a step's rate: it has moved
+
+
+def test_buffers_of_drawn_sizes_are_the_same_on_all_ranks(runs, data):
+    sizes = [buffer_size(step, signal.Spec(buffer=7), recipe.Config(buffer_low=4)) for step in range(4)]
+    assert len(set(sizes)) > 1 and set(sizes) <= {4, 5, 6, 7}
+    weights, _, losses, _ = train_plainly(data, sizes, buffer=7, context_noise=0.0)
+    for rank in (0, 1):
+        assert worst(network_of(runs / "drawn", rank), weights) <= 1e-6
+    assert [record["loss"] for record in support.step_records(runs / "drawn")] == pytest.approx(losses, abs=1e-6)
+
+
+def test_a_micro_batch_that_does_not_fit_is_halved_and_said(runs):
+    (event,) = [r for r in support.metrics(runs / "oom") if r.get("event") == "out_of_memory"]
+    assert (event["micro_batch"], event["accumulation"]) == (2, 2)
+    assert (
+        "out of memory with --micro-batch 4; going on with 2 and --accumulation 2" in (runs / "output.txt").read_text()
+    )
+
+
+def test_one_clip_alone_twice_the_same_and_evaluated_on_itself(runs):
+    records = [support.step_records(runs / name) for name in ("overfit", "again")]
+    assert [r["loss"] for r in records[0]] == [r["loss"] for r in records[1]]
+    assert len({r["loss"] for r in records[0]}) == 3  # other crops and noise of it in each step
+    evals = [[r for r in support.metrics(runs / n) if r.get("event") == "eval"] for n in ("overfit", "again")]
+    assert evals[0] == evals[1] and len(evals[0]) == 2 and math.isfinite(evals[0][1]["si_sdr"])
+    a, b = network_of(runs / "overfit"), network_of(runs / "again", 1)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_plateau_of_the_chosen_metric_lowers_the_rate(runs):
+    """Scores 3 2 2.5 2 | 1 1.5 none | 0.5: after two that are not better, half of the rate."""
+    rates = [record["lr"] for record in support.step_records(runs / "plateau")]
+    assert rates == pytest.approx([1e-5, 2e-5, 2e-5, 2e-5, 1e-5, 1e-5, 1e-5, 5e-6])
+    assert json.loads((runs / "plateau" / "export" / "config.json").read_text())["step"] == 8
 
 
 def test_a_record_says_what_the_diffusion_did(runs):
@@ -190,6 +239,9 @@ def test_the_evaluation_is_the_exported_stream(runs, data):
     assert last["si_sdr"] == pytest.approx(speech.measure(clean, made)["si_sdr"], abs=1e-4)
     assert last["sdr"] == pytest.approx(10 * math.log10((clean**2).sum() / ((made - clean) ** 2).sum()), abs=1e-3)
     assert {"pesq", "estoi", "lsd", "si_sdr_gain", "si_sdr_gain_5_10dB", "noisy_pesq"} <= set(last)
+    (bins,) = [r for r in support.metrics(runs / "zero2") if r.get("event") == "by_snr" and r["step"] == 4]
+    assert bins["files_5_10dB"] == 1 and bins["si_sdr_gain_5_10dB"] == last["si_sdr_gain"]
+    assert all(bins[f"{name}_5_10dB"] == last[name] for name in ("pesq", "estoi", "si_sdr", "sdr", "lsd"))
     (curve,) = [r for r in support.metrics(runs / "zero2") if r.get("event") == "latency" and r["step"] == 4]
     assert {"si_sdr_d1", "si_sdr_d2", "si_sdr_d4", "pesq_d4"} <= set(curve)
     assert curve["si_sdr_d4"] == last["si_sdr"]
@@ -228,7 +280,9 @@ def test_a_clip_that_is_not_finite_is_named_and_skipped_on_all_ranks(runs):
 
 
 def test_a_dry_run_takes_one_step_and_writes_no_run(runs):
-    assert "dry run: one step" in (runs / "output.txt").read_text()
+    (line,) = [line for line in (runs / "output.txt").read_text().splitlines() if "dry run: one step" in line]
+    predicted, measured = (float(line.split(word)[1].split()[0]) for word in ("predicted ", "measured peak "))
+    assert 0 < predicted < 4 and 0 < measured < 4
     assert not (runs / "dry" / "metrics.jsonl").exists()
 
 
@@ -250,6 +304,8 @@ def test_the_doctor_finds_nothing_wrong(data):
         (["--t-eps", "0"], "0 < t-eps < t-max < 1"),
         (["--ds", "ds_configs/zero3.json"], "need no sharding, use zero2.json"),
         (["--enhance", "somewhere"], "--enhance needs --model and --out"),
+        (["--overfit", "nobody"], "has no clip 'nobody'; its first is 'clip_0'"),
+        (["--schedule", "plateau"], "--schedule plateau sees a plateau in evaluations"),
     ],
 )
 def test_mistakes_end_with_exit_code_2(data, tmp_path, words, message):

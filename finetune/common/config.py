@@ -107,7 +107,7 @@ def _add_flag(parser, item):
     if item.type is bool:
         options["action"] = argparse.BooleanOptionalAction
     elif get_origin(item.type) is Literal:
-        options["choices"] = get_args(item.type)
+        options |= {"choices": get_args(item.type), "type": type(get_args(item.type)[0])}
     elif get_origin(item.type) is list:
         options |= {"nargs": "*", "type": get_args(item.type)[0]}
     else:

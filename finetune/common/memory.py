@@ -2,9 +2,9 @@
 
 import torch
 
-from common.config import RunConfig
+from common.config import RunConfig, UserError
 from common.ds_config import offloads_optimizer, stage_of
-from common.runtime import Ranks, say
+from common.runtime import Ranks, all_sum, say
 
 # What a CPU process still takes for libraries and DeepSpeed's engine after it has joined its ranks; measured, the same
 # for 1 million and for 1.6 billion parameters.
@@ -96,3 +96,33 @@ def saved_bytes(forward) -> int:
         alive = forward()  # nothing is freed, and no address used twice, before the count
     del alive
     return sum(kept.values())
+
+
+def fit_micro_batch(attempt, config, ranks: Ranks) -> bool:
+    """Makes --micro-batch smaller and --accumulation larger until `attempt()`, a forward and backward, fits everywhere.
+
+    Their product stays, so the training is the same. Returns whether anything changed, on every rank.
+    """
+    asked = config.micro_batch
+    while all_sum([float(_runs_out(attempt))], ranks)[0]:
+        size = config.micro_batch
+        if size == 1:
+            raise UserError("--micro-batch 1 does not fit into memory: a smaller model, shorter crops, or more memory.")
+        smaller = max(n for n in range(1, size // 2 + 1) if size % n == 0)
+        config.micro_batch, config.accumulation = smaller, config.accumulation * (size // smaller)
+        say(f"warning: out of memory with --micro-batch {size}; going on with {smaller} and --accumulation"
+            f" {config.accumulation}, the same training")  # fmt: skip
+    return config.micro_batch != asked
+
+
+def _runs_out(attempt) -> bool:
+    try:
+        attempt()
+    except RuntimeError as error:  # a CPU has no error of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+    else:
+        return False
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the traceback kept is gone by now
+    return True

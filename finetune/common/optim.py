@@ -68,6 +68,26 @@ def stepped_rate(step: int, steps: int, steps_an_epoch: float, config) -> float:
     return config.lr * config.decay ** int(step / steps_an_epoch / config.decay_epochs)
 
 
+def plateau_rate(step: int, steps: int, drops: int, config) -> float:
+    """Linear warm-up, then --lr after so many drops; with --schedule cosine as `learning_rate`."""
+    if config.schedule == "cosine" or step < warmup_steps(config.warmup, steps):
+        return learning_rate(step, steps, config)
+    return config.lr * max(config.drop**drops, config.min_lr_ratio)
+
+
+def judge(state: dict, score: float | None, config) -> bool:
+    """Whether this score is the best so far (smaller is better, None is none); --patience worse ones make a drop.
+
+    `state` holds "best", "stale" and "drops", and goes into the checkpoint.
+    """
+    better = score is not None and (state["best"] is None or score < state["best"])
+    state["best"] = score if better else state["best"]
+    state["stale"] = 0 if better else state["stale"] + 1
+    if state["stale"] >= config.patience:
+        state["stale"], state["drops"] = 0, state["drops"] + 1
+    return better
+
+
 def turning_points(rate, steps: int, config) -> list[int]:
     """The steps worth printing of a schedule: the first, the end of the warm-up, up to 20 drops, the last."""
     drops = [step for step in range(1, steps) if rate(step) < rate(step - 1)] if config.schedule == "step" else []

@@ -54,6 +54,13 @@ class PairDataset(ArrowDataset):
         """Rows whose id starts with one of `prefixes`, as VoiceBank's ids start with the speaker."""
         return np.array([i for i in range(len(self)) if self.id(i).startswith(tuple(prefixes))], dtype=np.int64)
 
+    def rows_named(self, name: str) -> np.ndarray:
+        """The row of this id, as an array."""
+        rows = [i for i in range(len(self)) if self.id(i) == name]
+        if not rows:
+            raise UserError(f"{self.folder} has no clip {name!r}; its first is {self.id(0)!r}.")
+        return np.array(rows, dtype=np.int64)
+
     def crop(self, i: int, length: int, *key) -> tuple[np.ndarray, np.ndarray, int]:
         """Noisy and clean (length,) int16 at a place that the key decides, and how often it was drawn again.
 

@@ -1,5 +1,6 @@
 """What a training step sees of a recording: K frames that end anywhere in it, silence before its start."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -28,15 +29,16 @@ class Windows:
     def ids(self, chosen) -> list[str]:
         return [self.pairs.id(self.rows[i]) for i in chosen]
 
-    def batch(self, chosen: list[tuple[int, int]]) -> dict:
-        """`chosen`: epoch and clip of each crop."""
+    def batch(self, chosen: list[tuple[int, int]], size: int = 0) -> dict:
+        """`chosen`: epoch and clip of each crop. `size`: frames of the buffer, where it is not the spec's."""
         names = self.ids(clip for _, clip in chosen)
-        items = [self.item(self.rows[i], epoch, name) for (epoch, i), name in zip(chosen, names, strict=True)]
+        spec = dataclasses.replace(self.spec, buffer=size or self.spec.buffer)
+        items = [self.item(self.rows[i], epoch, name, spec) for (epoch, i), name in zip(chosen, names, strict=True)]
         batch = {key: torch.from_numpy(np.stack([item[key] for item in items])) for key in items[0]}
         return batch | {"ids": names, "positions": len(items) * self.spec.frames}
 
-    def item(self, row: int, epoch: int, name: str) -> dict[str, np.ndarray]:
-        spec, key = self.spec, (self.config.seed, epoch, name)
+    def item(self, row: int, epoch: int, name: str, spec: Spec) -> dict[str, np.ndarray]:
+        key = (self.config.seed, epoch, name)
         t = signal.training_times(spec, self.config.times, *key)
         draw = keyed.generator(*key, "noise")
         decibels = self.config.gain_low + keyed.uniform(*key, "gain") * (self.config.gain_high - self.config.gain_low)
@@ -46,14 +48,23 @@ class Windows:
             "sigma": signal.sigma(spec, t).astype(np.float32),
             "z": signal.complex_noise(draw, spec.bins, spec.buffer),
         }
+        gain = np.float32(10 ** (decibels / 20) / 32768)
         for side in ("noisy", "clean"):
-            item[side] = cut(getattr(self.pairs, side)(row), last, spec) * np.float32(10 ** (decibels / 20) / 32768)
+            item[side] = cut(getattr(self.pairs, side)(row), last, spec) * gain
+        if spec.level == "track":
+            item["scale"] = signal.frame_scales(torch.from_numpy(self.pairs.noisy(row) * gain), last, spec)
         if self.config.context_noise:
             dirty = keyed.uniform(*key, "dirty") < self.config.context_noise
             item["mix"] = np.float32(dirty * MOST_NOISE * keyed.uniform(*key, "mix"))
             dirt = signal.complex_noise(draw, spec.bins, spec.frames - spec.buffer)
             item["dirt"] = dirt * np.float32(DIRT * dirty)
         return item
+
+
+def buffer_size(step: int, spec: Spec, config) -> int:
+    """Frames of the buffer in an optimizer step; drawn by the step, since all ranks must have the same."""
+    low = config.buffer_low or spec.buffer
+    return low + int(keyed.uniform(config.seed, step, "buffer") * (spec.buffer - low + 1))
 
 
 def cut(samples: np.ndarray, last: int, spec: Spec) -> np.ndarray:

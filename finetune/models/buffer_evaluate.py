@@ -79,13 +79,15 @@ def evaluate(network, evaluation: Evaluation | None, run: Run, step: int) -> flo
     values = {name: last[name] for name in ("loss", *SHOWN)}
     values |= {"si_sdr_gain": last["si_sdr"] - noisy["si_sdr"], "noisy_pesq": noisy["pesq"]}
     values |= {"not_finite": float(sum(not np.isfinite(row["sdr"]) for row in rows))}
-    values |= {f"si_sdr_gain_{name}": value for name, value in gain_by_snr(rows, spec.buffer).items()}
+    bins = by_snr(rows, spec.buffer)
+    values |= {f"si_sdr_gain_{name}": found["si_sdr_gain"] for name, found in bins.items()}
     run.tracker.event("eval", step, **values)
     say(f"evaluation at step {step}: SI-SDR {last['si_sdr']:.2f} dB (noisy {noisy['si_sdr']:.2f})  PESQ"
         f" {last['pesq']:.3f} (noisy {noisy['pesq']:.3f})  ESTOI {last['estoi']:.3f}  LSD {last['lsd']:.2f} dB"
         f"  loss {last['loss']:.5f}")  # fmt: skip
     if run.ranks.first:
         draw_curve(run.folder / "figures" / "quality-latency.png", at, spec)
+    run.tracker.event("by_snr", step, **{f"{m}_{name}": found[m] for name, found in bins.items() for m in found})
     run.tracker.event("latency", step, **{f"{m}_d{d}": at[d][m] for d in evaluation.delays for m in ("si_sdr", "pesq")})
     score = values[evaluation.config.best_by]
     if not np.isfinite(score) or values["not_finite"]:
@@ -93,15 +95,18 @@ def evaluate(network, evaluation: Evaluation | None, run: Run, step: int) -> flo
     return -score if HIGHER_IS_BETTER[evaluation.config.best_by] else score
 
 
-def gain_by_snr(rows: list[dict], delay: int) -> dict[str, float]:
-    """SI-SDR gained, by the bin of the input's signal-to-noise ratio."""
+def by_snr(rows: list[dict], delay: int) -> dict[str, dict]:
+    """All metrics, the SI-SDR gained and the number of files, by the bin of the input's signal-to-noise ratio."""
     noisy = {row["place"]: row["si_sdr"] for row in rows if row["delay"] == 0}
     bins = {}
     for row in rows:
         if row["delay"] == delay:
-            low = int(np.floor(row["snr"] / BIN_DB) * BIN_DB)
-            bins.setdefault(low, []).append(row["si_sdr"] - noisy[row["place"]])
-    return {f"{low}_{low + int(BIN_DB)}dB": float(np.mean(bins[low])) for low in sorted(bins)}
+            bins.setdefault(int(np.floor(row["snr"] / BIN_DB) * BIN_DB), []).append(row)
+    return {
+        f"{low}_{low + int(BIN_DB)}dB": mean_of(found)
+        | {"si_sdr_gain": float(np.mean([row["si_sdr"] - noisy[row["place"]] for row in found])), "files": len(found)}
+        for low, found in sorted(bins.items())
+    }
 
 
 def mean_of(rows: list[dict]) -> dict[str, float]:

@@ -17,6 +17,8 @@ from models.diffusion_buffer import WIDTHS, BlockCausal, NCSNpp
 RATE = 16000
 POWER, FACTOR = 0.5, 0.15  # v -> FACTOR |v|^POWER with v's phase
 QUARTERS = ("t1", "t2", "t3", "t4")
+LEVEL_RMS, QUIET_RMS = 0.05, 1e-3  # --level track: what speech is brought to; what counts as a pause
+LEVEL_SECONDS = 2.0  # it forgets
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Spec:
     loss: str = "dp"
     output_scale: str = "none"
     context_time: float = 0.0
+    level: str = "none"
 
     @property
     def bins(self) -> int:
@@ -85,6 +88,8 @@ def spec_of(config) -> Spec:
         )
     if spec.sde_c <= 0 or spec.sde_k <= 1:
         raise UserError(f"--sde-c {spec.sde_c:g} must be above 0 and --sde-k {spec.sde_k:g} above 1.")
+    if config.buffer_low and not 4 <= config.buffer_low <= spec.buffer:
+        raise UserError(f"--buffer-low {config.buffer_low} is not between 4 and --buffer {spec.buffer}.")
     if sigma(spec, spec.t_eps) < 1e-3:
         raise UserError(f"sigma at --t-eps {spec.t_eps:g} is {sigma(spec, spec.t_eps):.1e}, below 1e-3: raise --t-eps.")
     return spec
@@ -177,14 +182,41 @@ def training_times(spec: Spec, how: str, *key) -> np.ndarray:
 
 def all_times(spec: Spec, t: torch.Tensor) -> torch.Tensor:
     """(N, B) -> (N, K): the context has a time of its own."""
-    context = torch.full((len(t), spec.frames - spec.buffer), spec.context_time, device=t.device, dtype=t.dtype)
+    context = torch.full((len(t), spec.frames - t.shape[1]), spec.context_time, device=t.device, dtype=t.dtype)
     return torch.cat([context, t], dim=1)
 
 
 def output_scales(spec: Spec, t: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
     """(N, K): what the network's output is divided by."""
     inside = {"none": torch.ones_like(t), "sigma": sigmas, "time": t}[spec.output_scale]
-    return torch.cat([torch.ones(len(t), spec.frames - spec.buffer, device=t.device, dtype=t.dtype), inside], dim=1)
+    return torch.cat([torch.ones(len(t), spec.frames - t.shape[1], device=t.device, dtype=t.dtype), inside], dim=1)
+
+
+# ---- level -----------------------------------------------------------------------------------------------------
+
+
+class Level:
+    """--level track: what each frame is multiplied by, known from the frames up to it. Training and stream share it."""
+
+    def __init__(self, spec: Spec):
+        self.keep = math.exp(-spec.hop / RATE / LEVEL_SECONDS)
+        self.window = float(window(spec).square().sum())
+        self.power = self.weight = 0.0
+
+    def push(self, frame: torch.Tensor) -> float:
+        """(F,) compressed -> its factor, 1 until a sound has been heard. Pauses are left out of the mean."""
+        power = float(expand(frame).abs().square().mean()) / self.window  # of the samples below the window
+        if power > QUIET_RMS**2:
+            self.power = self.keep * self.power + power
+            self.weight = self.keep * self.weight + 1
+        return (LEVEL_RMS / math.sqrt(self.power / self.weight)) ** POWER if self.weight else 1.0
+
+
+def frame_scales(wave: torch.Tensor, last: int, spec: Spec) -> np.ndarray:
+    """(K,) factors of the frames up to frame `last` of a recording, as a stream of it would have them."""
+    level, spectrum = Level(spec), whole_spectrum(wave, spec, last + 1)
+    found = [level.push(frame) for frame in spectrum.T]
+    return np.array(([1.0] * spec.frames + found)[-spec.frames :], dtype=np.float32)
 
 
 # ---- batch to loss ---------------------------------------------------------------------------------------------
@@ -200,16 +232,17 @@ def batch_to_loss(network, batch: dict, spec: Spec):
         clean, noisy = spectra(batch["clean"], spec), spectra(batch["noisy"], spec)
         assert clean.shape == noisy.shape and clean.shape[1:] == (spec.bins, spec.frames), (clean.shape, noisy.shape)
         t, sigmas, z = batch["t"], batch["sigma"], batch["z"]
-        at, std = t[:, None, :], sigmas[:, None, :]
-        target, y = clean[..., -spec.buffer :], noisy[..., -spec.buffer :]
-        context = clean[..., : -spec.buffer]
+        at, std, first = t[:, None, :], sigmas[:, None, :], spec.frames - t.shape[1]
+        if "scale" in batch:
+            clean, noisy = (side * batch["scale"][:, None, :] for side in (clean, noisy))
+        context, target, y = clean[..., :first], clean[..., first:], noisy[..., first:]
         if "mix" in batch:  # the stream's context is not clean, it is the model's own output
-            context = context + batch["mix"][:, None, None] * (noisy - clean)[..., : -spec.buffer] + batch["dirt"]
+            context = context + batch["mix"][:, None, None] * (noisy - clean)[..., :first] + batch["dirt"]
         x = torch.cat([context, (1 - at) * target + at * y + std * z], dim=-1)
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=batch["autocast"]):
         out = network(x, noisy, network.embed(all_times(spec, t)), output_scales(spec, t, sigmas))
     with torch.autocast(x.device.type, enabled=False):
-        out = out[..., -spec.buffer :]
+        out = out[..., first:]
         if spec.predicts_clean:
             error = out - target
         elif spec.loss == "dsm":

@@ -4,6 +4,7 @@ The last B frames of the buffer are at rising diffusion times; each new frame mo
 step closer to clean speech. What comes out depends on the samples alone, not on how they are handed over.
 """
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,15 @@ from models.buffer_signal import RATE, Spec
 class Buffer:
     """The frames that are being denoised. `network(x, y, times, scales)` as in models/diffusion_buffer.py."""
 
-    def __init__(self, network, spec: Spec, seed: int = 0, temperature: float = 1.0, device="cpu"):
+    def __init__(
+        self, network, spec: Spec, seed: int = 0, temperature: float = 1.0, refresh=False, redraw=False, device="cpu"
+    ):
+        """The official stream also replaces its context by what the network now thinks of it (`refresh`), and until
+        the buffer is full draws its empty places anew for each frame (`redraw`)."""
         self.network, self.spec, self.seed, self.temperature, self.device = network, spec, seed, temperature, device
+        self.refresh, self.redraw = refresh, redraw
+        if refresh and not spec.predicts_clean:
+            raise UserError(f"--refresh-context needs a model of clean speech, not of --loss {spec.loss}.")
         t = signal.inference_times(spec)
         before = np.concatenate([[0.0], t[:-1]])
         self.t, self.t_before = self._row(t), self._row(before)
@@ -36,13 +44,15 @@ class Buffer:
         start = self._noise(-1)[:, 1:] * self.sigma_before
         self.x = torch.cat([torch.zeros(spec.bins, spec.frames - spec.buffer, device=device) + 0j, start], dim=1)
         self.y = torch.zeros_like(self.x)
+        self.level = signal.Level(spec) if spec.level == "track" else None
+        self.levels = torch.ones(spec.buffer, device=device)
 
     def _row(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.float32)).to(self.device)
 
-    def _noise(self, frame: int) -> torch.Tensor:
+    def _noise(self, frame: int, purpose: str = "stream") -> torch.Tensor:
         """(F, 1 + B) for a frame: first its own, then that of the steps of the buffer."""
-        draw = keyed.generator(self.seed, frame, "stream")
+        draw = keyed.generator(self.seed, frame, purpose)
         noise = signal.complex_noise(draw, self.spec.bins, 1 + self.spec.buffer) * np.float32(self.temperature)
         return torch.from_numpy(noise).to(self.device)
 
@@ -52,10 +62,18 @@ class Buffer:
         With DP every place is an estimate of clean speech, with DSM only the oldest.
         """
         size, z = self.spec.buffer, self._noise(self.count)
+        if self.level:
+            scale = self.level.push(frame)
+            frame, self.levels = frame * scale, torch.cat([self.levels[1:], self.levels.new_tensor([scale])])
         newest = frame + self.sigma[-1] * z[:, 0]
         self.x = torch.cat([self.x[:, 1:], newest[:, None]], dim=1)
         self.y = torch.cat([self.y[:, 1:], frame[:, None]], dim=1)
-        out = self.network(self.x[None], self.y[None], self.times, self.scales)[0, :, -size:]
+        empty = size - 1 - self.count
+        if self.redraw and empty > 0:
+            fresh = self._noise(self.count, "start")[:, :empty] * self.sigma[:empty]
+            self.x = torch.cat([self.x[:, :-size], fresh, self.x[:, empty - size :]], dim=1)
+        every = self.network(self.x[None], self.y[None], self.times, self.scales)[0]
+        context, out = (every if self.refresh else self.x)[:, :-size], every[:, -size:]
         y, x = self.y[:, -size:], self.x[:, -size:]
         z = z[:, 1:] * self.quiet_first
         if self.spec.predicts_clean:
@@ -63,9 +81,24 @@ class Buffer:
         else:  # backwards in time: the drift is taken away
             drift = (y - x) / (1 - self.t) - self.g.square() * out
             out = moved = x - drift * self.step + self.g * self.step.sqrt() * z
-        self.x = torch.cat([self.x[:, :-size], moved], dim=1)
+        self.x = torch.cat([context, moved], dim=1)
         self.count += 1
-        return out
+        return out / self.levels if self.level else out
+
+
+class Traced:
+    """The network without Python between its layers: the same numbers, a third faster where layers are small."""
+
+    def __init__(self, network, spec: Spec, device="cpu"):
+        self.embed = network.embed
+        buffer = Buffer(network, spec, device=device)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = (buffer.x[None], buffer.y[None], buffer.times, buffer.scales)
+            self.forward = torch.jit.trace(network, inputs, check_trace=False)
+
+    def __call__(self, *inputs):
+        return self.forward(*inputs)
 
 
 class Overlap:
@@ -94,10 +127,11 @@ class Overlap:
 class Stream:
     """`push(samples)` any number of times, then `flush()`: together as many samples as went in."""
 
-    def __init__(self, network, spec: Spec, delay: int = 0, seed: int = 0, temperature: float = 1.0, device="cpu"):
+    def __init__(self, network, spec: Spec, delay: int = 0, device="cpu", **options):
+        """`options`: those of `Buffer`."""
         self.delay = checked_delay(spec, delay)
         self.spec, self.device = spec, device
-        self.buffer = Buffer(network, spec, seed, temperature, device)
+        self.buffer = Buffer(network, spec, device=device, **options)
         self.overlap = Overlap(spec, device)
         self.waiting = torch.zeros(spec.n_fft // 2, device=device)
         self.taken = self.given = 0
@@ -173,7 +207,7 @@ def say_latency(spec: Spec, delay: int) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def enhance_folder(network, spec: Spec, source: Path, out: Path, delay: int, seed: int, temperature: float, device):
+def enhance_folder(network, spec: Spec, source: Path, out: Path, delay: int, **options) -> None:
     """Every .wav and .flac below `source` to the same name below `out`, as 32-bit float that cannot clip."""
     import time
 
@@ -189,7 +223,7 @@ def enhance_folder(network, spec: Spec, source: Path, out: Path, delay: int, see
         target = (out / path.relative_to(source)).with_suffix(".wav")
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".{target.name}.tmp")
-        stream = Stream(network, spec, delay, seed, temperature, device)
+        stream = Stream(network, spec, delay, **options)
         began = time.monotonic()
         try:
             with soundfile.SoundFile(path) as recording:

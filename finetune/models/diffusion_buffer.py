@@ -330,6 +330,16 @@ class BlockCausal(nn.Module):
             CausalBlock(2 * sizes[i], sizes[i - 1], time_size, factors[i], strides[i - 1], "up") for i in (4, 3, 2, 1)
         )
         self.out_layers = nn.ModuleList([CumulativeNorm(width), nn.SiLU(), PastConv(width, 4, 3), PastConv(4, 2, 1)])
+        self.start()
+
+    def start(self) -> None:
+        """As the first network starts. From torch's own start the sound drowns in the biases, norm after norm, and a
+        narrow network says 0 for good."""
+        for name, layer in self.named_modules():
+            if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
+                quiet = name.endswith("Conv_1") or name == "out_layers.2"
+                start_fan_avg(layer.weight.data, ALMOST_NOTHING if quiet else 1.0)
+                nn.init.zeros_(layer.bias)
 
     def embed(self, t: torch.Tensor) -> list[torch.Tensor]:
         time = self.temp_enc(t).transpose(1, 2)  # the time itself: the official code computes a logarithm and drops it

@@ -44,9 +44,11 @@ FLAGS = {
     """,
     "diffusion_buffer": f"""
         {BUFFER_FLAGS}
-        --doctor --no-doctor --deep --no-deep --safe --no-safe --delay --temperature --best-by
-        --network --width --block --n-fft --hop --frames --buffer --sde-c --sde-k --t-eps --t-max --reverse-start
-        --loss --output-scale --times --context-time --context-noise --gain-low --gain-high --pad-short --no-pad-short
+        --doctor --no-doctor --deep --no-deep --safe --no-safe --overfit --delay --temperature
+        --refresh-context --no-refresh-context --redraw-start --no-redraw-start --schedule --patience --drop --best-by
+        --network --width --block --n-fft --hop --frames --buffer --buffer-low --sde-c --sde-k --t-eps --t-max
+        --reverse-start --loss --output-scale --times --context-time --context-noise --level --gain-low --gain-high
+        --pad-short --no-pad-short
     """,
     "dia_lora": f"""{RUN_FLAGS} {DIA_FLAGS}
         --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
@@ -73,6 +75,7 @@ class Config(RunConfig):
     groups: list[str] = flag(["a", "b"], "a list")
     sizes: list[int] = flag([], "a list of numbers")
     mode: Literal["one", "two"] = flag("one", "a choice")
+    count: Literal[16, 32] = flag(32, "a choice of numbers")
     fast: bool = flag(True, "a switch that is on")
 
 
@@ -121,6 +124,8 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(capsys):
     assert parse("--mode", "two").mode == "two"
     message = refused(capsys, "--mode", "three")
     assert "one" in message and "two" in message
+    assert parse("--count", "16").count == 16
+    assert "32" in refused(capsys, "--count", "17")
 
 
 @pytest.mark.parametrize("name", ["--ds", "--deepspeed_config"])

@@ -1,11 +1,14 @@
 """The memory table against figures worked out by hand (specs/dia.md section 1: 16 bytes a parameter and more)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from common.config import RunConfig
-from common.memory import count_parameters, predict, saved_bytes
+from common.config import RunConfig, UserError
+from common.memory import count_parameters, fit_micro_batch, predict, saved_bytes
+from common.runtime import Ranks
 
 DIA = 1_611_160_576
 
@@ -57,3 +60,30 @@ def test_saved_bytes_are_what_the_backward_pass_needs_and_no_parameter():
     """x @ W.T keeps x; tanh keeps its output; the sum keeps nothing."""
     layer, x = nn.Linear(16, 32, bias=False), torch.randn(8, 16)
     assert saved_bytes(lambda: torch.tanh(layer(x)).sum()) == 4 * (8 * 16 + 8 * 32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits", "found"), [((8, 1), 8, (8, 1)), ((8, 3), 3, (2, 12)), ((15, 1), 7, (5, 3)), ((6, 2), 1, (1, 12))]
+)
+def test_a_micro_batch_is_made_smaller_until_it_fits_and_the_step_stays(asked, fits, found, capsys):
+    config = SimpleNamespace(micro_batch=asked[0], accumulation=asked[1])
+
+    def attempt():
+        if config.micro_batch > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert fit_micro_batch(attempt, config, Ranks(0, 1, torch.device("cpu"))) == (asked != found)
+    assert (config.micro_batch, config.accumulation) == found
+    assert ("out of memory" in capsys.readouterr().out) == (asked != found)
+
+
+def test_memory_that_no_micro_batch_fits_into_is_said_and_other_errors_are_not_taken_for_it():
+    config = SimpleNamespace(micro_batch=2, accumulation=1)
+
+    def too_much():
+        torch.empty(2**60, dtype=torch.uint8)  # more than any machine has: the CPU's own way of saying so
+
+    with pytest.raises(UserError, match="--micro-batch 1 does not fit"):
+        fit_micro_batch(too_much, config, Ranks(0, 1, torch.device("cpu")))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fit_micro_batch(lambda: torch.ones(2, 3) @ torch.ones(2, 3), config, Ranks(0, 1, torch.device("cpu")))

@@ -12,8 +12,10 @@ from common.config import RunConfig, flag
 from common.engine import set_learning_rate
 from common.optim import (
     build_optimizer,
+    judge,
     learning_rate,
     parameter_groups,
+    plateau_rate,
     stepped_rate,
     turning_points,
     warmup_steps,
@@ -141,3 +143,37 @@ def test_drops_are_torchs_step_lr_a_warm_up_comes_first_and_a_cosine_is_the_usua
     assert turning_points(lambda s: stepped_rate(s, 70, 7.0, config), 70, config) == [0, 4, 21, 42, 63, 69]
     config.schedule = "cosine"
     assert [stepped_rate(s, 70, 7.0, config) for s in range(70)] == [learning_rate(s, 70, config) for s in range(70)]
+
+
+# ---- drops at a plateau ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watched(RunConfig):
+    schedule: str = flag("plateau", "")
+    patience: int = flag(2, "")
+    drop: float = flag(0.5, "")
+
+
+def test_drops_are_torchs_reduce_on_plateau():
+    """torch's patience counts the worse scores that are forgiven, ours those that make a drop."""
+    scores = [5.0, 4.0, 4.5, 4.2, 3.9, 3.9, 4.1, 4.0, 3.95, 3.0, 3.5, 3.5, 3.5, 3.5, 3.5, 3.5, 3.5]
+    config = Watched(lr=1e-3, warmup=0.0, min_lr_ratio=0.1)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0, min_lr=1e-4)
+    state, best = {"best": None, "stale": 0, "drops": 0}, []
+    for score in scores:
+        schedule.step(score)
+        best.append(judge(state, score, config))
+        assert plateau_rate(5, 10, state["drops"], config) == pytest.approx(optimizer.param_groups[0]["lr"])
+    assert state["drops"] >= 4 and [s for s, better in zip(scores, best, strict=True) if better] == [5, 4, 3.9, 3]
+
+
+def test_no_score_is_no_better_and_a_warm_up_and_a_cosine_know_no_drops():
+    config = Watched(lr=1e-3, warmup=4.0)
+    state = {"best": 1.0, "stale": 0, "drops": 0}
+    assert not judge(state, None, config) and not judge(state, None, config) and state["drops"] == 1
+    assert [plateau_rate(step, 10, 1, config) for step in range(5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 5e-4])
+    config.schedule = "cosine"
+    assert [plateau_rate(s, 10, 3, config) for s in range(10)] == [learning_rate(s, 10, config) for s in range(10)]

@@ -67,6 +67,14 @@ def test_resampled_to_16_khz_and_mono(pairs, clip, tmp_path):
     assert rows(tmp_path / "out")["a"]["samples"] == 8000
 
 
+def test_two_channels_become_their_mean(pairs, clip, tmp_path):
+    stereo = {side: clip(tmp_path / f"{side}/a.wav", None, rate=16000, channels=2) for side in ("clean", "noisy")}
+    assert pairs("--noisy", tmp_path / "noisy")[0] == 0
+    row = rows(tmp_path / "out")["a"]
+    for side, wave in stereo.items():
+        assert np.abs(row[side] / 32767 - wave.mean(1)).max() < 1e-4
+
+
 def test_lengths_and_names_are_checked(pairs, clip, tmp_path):
     for name, seconds in (("good", 0.5), ("one_more", 0.5 + 1 / 16000), ("longer", 0.6)):
         clip(tmp_path / f"clean/{name}.wav", None, rate=16000, seconds=0.5)

@@ -12,7 +12,7 @@ import diffusion_buffer as recipe
 from common.config import UserError
 from models import buffer_doctor as doctor
 from models import buffer_signal as signal
-from models.buffer_data import Windows, cut
+from models.buffer_data import Windows, buffer_size, cut
 from models.buffer_signal import Spec
 from models.diffusion_buffer import NCSNpp
 
@@ -123,6 +123,63 @@ def test_a_context_is_corrupted_as_often_as_asked():
     assert torch.equal(batch["dirt"].abs().sum((1, 2)) > 0, dirty)
 
 
+# ---- sizes and levels ------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_drawn_by_the_step_alone_and_every_size_comes():
+    config = SimpleNamespace(seed=3, buffer_low=5)
+    sizes = [buffer_size(step, SPEC, config) for step in range(400)]
+    assert sizes == [buffer_size(step, SPEC, config) for step in range(400)]
+    assert [sizes.count(n) > 60 for n in (4, 5, 6, 7, 8, 9)] == [False, True, True, True, True, False]
+    assert {buffer_size(step, SPEC, SimpleNamespace(seed=3, buffer_low=0)) for step in range(50)} == {8}
+
+
+def test_a_smaller_buffer_has_more_context_and_fewer_targets():
+    found = windows().batch([(0, 0), (1, 0)], 5) | {"autocast": False}
+    network = Seen(lambda x, y: x)
+    _, stats, _ = signal.batch_to_loss(network, found, SPEC)
+    assert found["t"].shape == (2, 5) and float(stats[1].sum()) == 2 * SPEC.bins * 5
+    assert not network.t[:, :11].any() and torch.equal(network.t[:, 11:], found["t"])
+    clean, noisy = spectra_of(found)
+    assert torch.allclose(network.x[..., :11], clean[..., :11], atol=1e-5)
+    mean = (1 - found["t"][:, None]) * clean[..., 11:] + found["t"][:, None] * noisy[..., 11:]
+    assert torch.allclose(network.x[..., 11:], mean + found["sigma"][:, None] * found["z"], atol=1e-5)
+
+
+TRACKED = dataclasses.replace(SPEC, level="track")
+
+
+def test_a_tracked_level_is_the_mean_of_what_was_heard_and_pauses_do_not_count():
+    level, factors = signal.Level(TRACKED), []
+    draw = np.random.default_rng(0)
+    loud, soft = ([torch.from_numpy(draw.standard_normal(126).astype(np.float32)) * r for _ in range(2000)]
+                  for r in (0.2, 0.02))  # fmt: skip
+    for sound in [*[torch.zeros(126)] * 3, *loud, *[torch.zeros(126)] * 500, *soft]:
+        factors.append(level.push(signal.analyse(sound, TRACKED)))
+    assert factors[:3] == [1.0] * 3  # nothing heard yet
+    assert factors[2002] == pytest.approx((0.05 / 0.2) ** 0.5, rel=0.05) and factors[2502] == factors[2002]
+    assert factors[2502] < factors[2600] < factors[2900] < factors[-1]  # it forgets, over seconds
+    weights = math.exp(-64 / 16000 / 2.0) ** np.arange(4000)[::-1]
+    power = (weights * np.repeat([0.04, 0.0004], 2000)).sum() / weights.sum()
+    assert factors[-1] == pytest.approx((0.05 / math.sqrt(power)) ** 0.5, rel=0.05)
+
+
+def test_training_and_stream_give_a_frame_the_same_level():
+    noisy, clean = doctor.pair(1.0)
+    found = doctor.windows_of(noisy, clean, TRACKED)
+    network, level = Seen(lambda x, y: x), signal.Level(TRACKED)
+    wave = (np.clip(noisy, -1, 1) * 32767).astype(np.int16).astype(np.float32) / 32768
+    whole = signal.whole_spectrum(torch.from_numpy(wave), TRACKED, 251)
+    heard = [level.push(frame) for frame in whole.T]
+    scales = [np.array(([1.0] * 16 + heard[: last + 1])[-16:]) for last in range(251)]
+    batch = found.batch([(epoch, 0) for epoch in range(6)]) | {"autocast": False}
+    for scale in batch["scale"].numpy():
+        assert min(np.abs(scale - row).max() for row in scales) < 1e-5
+    signal.batch_to_loss(network, batch, TRACKED)
+    _, spectrum = spectra_of(batch)
+    assert torch.allclose(network.y, spectrum * batch["scale"][:, None], atol=1e-5)
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +277,8 @@ def test_a_corrupted_context_lies_between_clean_and_noisy():
         ({"hop": 400}, "--hop 400 is not between"),
         ({"width": 10}, "--width 10 is not a multiple of 8"),
         ({"sde_k": 1.0}, "--sde-k 1 above 1"),
+        ({"buffer_low": 30}, "--buffer-low 30 is not between 4 and --buffer 20"),
+        ({"buffer_low": 2}, "--buffer-low 2 is not between 4"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, message):

@@ -13,7 +13,7 @@ from models import buffer_doctor as doctor
 from models import buffer_files
 from models.buffer_doctor import Oracle, Passing, awake, measure_latency, pair
 from models.buffer_signal import Spec
-from models.buffer_stream import Buffer, Stream, enhance, enhance_at, enhance_folder
+from models.buffer_stream import Buffer, Stream, Traced, enhance, enhance_at, enhance_folder
 from models.diffusion_buffer import NCSNpp, build_network
 
 PAPER = Spec()
@@ -79,6 +79,73 @@ def test_one_pass_gives_what_a_stream_of_each_delay_gives():
     net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.2)
     for delay, wave in zip((1, 3, 8), enhance_at(net, noisy, SMALL, [1, 3, 8], seed=5), strict=True):
         assert np.array_equal(wave, enhance(net, noisy, SMALL, delay=delay, seed=5))
+
+
+@pytest.mark.parametrize("network", ["ncsnpp", "block_causal"])
+def test_a_traced_network_streams_the_same_bits(network):
+    torch.manual_seed(0)
+    spec = dataclasses.replace(SMALL, network=network, block=16)
+    net, (noisy, _) = awake(build_network(network, 8, 16)).eval(), pair(0.2)
+    assert np.array_equal(enhance(Traced(net, spec), noisy, spec, delay=3), enhance(net, noisy, spec, delay=3))
+
+
+def test_a_tracked_level_makes_the_stream_indifferent_to_how_loud_it_is():
+    torch.manual_seed(0)
+    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.3)
+    for level, same in (("track", True), ("none", False)):
+        spec = dataclasses.replace(SMALL, level=level)
+        soft, loud = (enhance(net, noisy * gain, spec) for gain in (1, 4))  # a power of two: the same digits
+        assert (np.abs(loud - 4 * soft).max() < 1e-4 * np.abs(soft).max()) == same
+    made = enhance(Passing(), noisy, dataclasses.replace(SMALL, level="track"))
+    assert np.abs(made - noisy).max() < 1e-5  # what went in comes out at its own level
+
+
+class Watching:
+    """Says something of its own, and remembers what it was shown."""
+
+    def __init__(self):
+        self.shown, self.said = [], []
+
+    def embed(self, t):
+        return []
+
+    def __call__(self, x, y, times, scale):
+        self.shown.append(x[0].clone())
+        self.said.append(torch.randn_like(x))
+        return self.said[-1]
+
+
+@pytest.mark.parametrize("refresh", [False, True])
+def test_the_context_is_what_was_given_out_or_what_is_thought_of_it_now(refresh):
+    network = Watching()
+    buffer = Buffer(network, SMALL, refresh=refresh)
+    outs = [buffer.push(torch.randn(SMALL.bins) + 0j) for _ in range(20)]
+    context = network.shown[19][:, :8]  # 8 of context, 8 in the buffer
+    assert torch.equal(context[:, -1], outs[18][:, 0])  # the newest of the context has just left the buffer
+    now, then = network.said[18][0][:, 1:9], torch.stack([out[:, 0] for out in outs[11:19]], dim=1)
+    assert torch.equal(context, now if refresh else then)
+    with pytest.raises(UserError, match="--refresh-context needs a model of clean speech"):
+        Buffer(network, dataclasses.replace(SMALL, loss="dsm"), refresh=True)
+
+
+def test_empty_places_are_drawn_anew_until_the_buffer_is_full():
+    shown = {}
+    for redraw in (False, True):
+        torch.manual_seed(0)
+        network = Watching()
+        buffer = Buffer(network, PAPER, redraw=redraw)
+        for _ in range(24):
+            buffer.push(torch.zeros(PAPER.bins) + 0j)
+        shown[redraw] = [x[:, -20:] for x in network.shown]
+    sigma = buffer.sigma
+    for n in range(19):  # at frame n, 19 - n places have seen no frame
+        empty = 19 - n
+        assert shown[True][n][:, :empty].abs().square().mean(0).sqrt() / sigma[:empty] == pytest.approx(1, abs=0.25)
+        assert not torch.equal(shown[True][n][:, :empty], shown[False][n][:, :empty])
+        assert torch.equal(shown[True][n][:, -1], shown[False][n][:, -1])  # the newest is as without it
+    assert shown[True][0][:, :18].mean().abs() < 0.01 and not torch.equal(shown[True][0], shown[True][1])
+    for n in range(19, 24):
+        assert torch.equal(shown[True][n][:, n - 24 :], shown[False][n][:, n - 24 :])
 
 
 @pytest.mark.parametrize("delay", [1, 2, 5, 20])
@@ -172,11 +239,11 @@ def test_a_folder_is_enhanced_file_by_file(tmp_path, capsys):
     (tmp_path / "in" / "sub").mkdir(parents=True)
     noisy, _ = pair(0.3)
     soundfile.write(tmp_path / "in" / "sub" / "a.flac", noisy, 16000)
-    enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2, 0, 1.0, "cpu")
+    enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2)
     made, rate = soundfile.read(tmp_path / "out" / "sub" / "a.wav", dtype="float32")
     assert rate == 16000 and len(made) == len(noisy) and np.abs(made - noisy).max() < 1e-4
     printed = capsys.readouterr().out
     assert "latency at --delay 2: 11.9 ms" in printed and "real-time factor" in printed
     soundfile.write(tmp_path / "in" / "stereo.wav", np.zeros((100, 2)), 16000)
     with pytest.raises(UserError, match="stereo.wav has 16000 Hz, 2 channel"):
-        enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2, 0, 1.0, "cpu")
+        enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2)

@@ -93,7 +93,7 @@ def test_everything_reaches_the_first_network_and_its_times_too():
 
 def test_no_weight_is_without_gradient():
     torch.manual_seed(0)
-    for network in (awake(NCSNpp(8)), BlockCausal(8, 16)):
+    for network in (awake(NCSNpp(8)), awake(BlockCausal(8, 16))):
         x = torch.randn(2, 16, 16, dtype=torch.complex64)
         times = network.embed(torch.rand(2, 16))
         network(x, x.flip(0), times, torch.ones(2, 16)).abs().square().sum().backward()

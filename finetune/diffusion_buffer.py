@@ -77,6 +77,7 @@ class Config(PairConfig):
     times: Literal["jitter", "random", "grid"] = flag("jitter", "how a crop's times are drawn")
     context_time: float = flag(0.0, "time that the context is labelled with; 1 = official weights of scale time")
     context_noise: float = flag(0.0, "share of the crops whose context is not clean", low=0, high=1)
+    context_own: float = flag(0.0, "share of the steps whose context is the network's own", low=0, high=1)
     level: Literal["none", "track"] = flag("none", "track: frames are brought to one level by those before them")
     gain_low: float = flag(-12.0, "keyed random level of a crop in dB, from")
     gain_high: float = flag(6.0, "to")
@@ -124,7 +125,7 @@ from torch import nn
 
 from common import engine, memory, runs
 from common.feed import mover, prefetch
-from common.keyed import key64
+from common.keyed import key64, uniform
 from common.optim import judge, plateau_rate
 from common.pairs import PairDataset, open_pairs, split_pairs
 from common.plan import Plan
@@ -220,8 +221,8 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         step, turn = divmod(number, config.accumulation)
         first = step * crops + (turn * ranks.world + ranks.rank) * config.micro_batch
         parts = [plan.micro_batch(first + i) for i in range(config.micro_batch)]
-        size = buffer_size(step, spec, config)
-        return mover(ranks.device)(windows.batch([(epoch, int(clip[0])) for epoch, clip in parts], size))
+        batch = windows.batch([(e, int(clip[0])) for e, clip in parts], buffer_size(step, spec, config))
+        return mover(ranks.device)(batch) | {"own": uniform(config.seed, step, "own") < config.context_own}
 
     # engine and resume
     loss_of = functools.partial(compute_loss, spec=spec)
@@ -243,6 +244,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         run.tracker.event("out_of_memory", run.start, micro_batch=config.micro_batch, accumulation=config.accumulation)
     run.folder.mkdir(parents=True, exist_ok=True)
     stacks = open(run.folder / f"stacks-{ranks.rank:05d}.txt", "w")  # kill -USR2 says where a rank hangs
+    faulthandler.enable(stacks)
     faulthandler.register(signals.SIGUSR2, stacks)
 
     # loop: every rank knows the whole plan

@@ -209,7 +209,7 @@ def test_one_clip_alone_twice_the_same_and_evaluated_on_itself(runs):
     assert [r["loss"] for r in records[0]] == [r["loss"] for r in records[1]]
     assert len({r["loss"] for r in records[0]}) == 3  # other crops and noise of it in each step
     evals = [[r for r in support.metrics(runs / n) if r.get("event") == "eval"] for n in ("overfit", "again")]
-    assert evals[0] == evals[1] and len(evals[0]) == 2 and math.isfinite(evals[0][1]["si_sdr"])
+    assert str(evals[0]) == str(evals[1]) and len(evals[0]) == 2 and math.isfinite(evals[0][1]["si_sdr"])
     a, b = network_of(runs / "overfit"), network_of(runs / "again", 1)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -241,7 +241,8 @@ def test_the_evaluation_is_the_exported_stream(runs, data):
     assert {"pesq", "estoi", "lsd", "si_sdr_gain", "si_sdr_gain_5_10dB", "noisy_pesq"} <= set(last)
     (bins,) = [r for r in support.metrics(runs / "zero2") if r.get("event") == "by_snr" and r["step"] == 4]
     assert bins["files_5_10dB"] == 1 and bins["si_sdr_gain_5_10dB"] == last["si_sdr_gain"]
-    assert all(bins[f"{name}_5_10dB"] == last[name] for name in ("pesq", "estoi", "si_sdr", "sdr", "lsd"))
+    for name in ("pesq", "estoi", "si_sdr", "sdr", "lsd"):
+        assert bins[f"{name}_5_10dB"] == pytest.approx(last[name], abs=0, nan_ok=True)  # too short for ESTOI
     (curve,) = [r for r in support.metrics(runs / "zero2") if r.get("event") == "latency" and r["step"] == 4]
     assert {"si_sdr_d1", "si_sdr_d2", "si_sdr_d4", "pesq_d4"} <= set(curve)
     assert curve["si_sdr_d4"] == last["si_sdr"]
@@ -290,7 +291,7 @@ def test_the_doctor_finds_nothing_wrong(data):
     words = "--doctor --width 8 --n-fft 126 --hop 64 --frames 16 --buffer 8 --data".split()
     codes, outputs = support.run_recipe(*words, data, world=1, recipe="diffusion_buffer")
     assert codes == [0] and "FAIL" not in outputs[0], outputs[0][-3000:]
-    assert outputs[0].count("PASS") + outputs[0].count("WARN  speed") == 15, outputs[0][-3000:]
+    assert outputs[0].count("PASS") + outputs[0].count("WARN  speed") == 19, outputs[0][-3000:]
     assert "sigma 0.0490" in outputs[0] and "1 s is 251 frames" in outputs[0]
 
 

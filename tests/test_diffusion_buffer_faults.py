@@ -1,27 +1,32 @@
 """The Diffusion Buffer killed and stopped, and started again: the result is the uninterrupted run's, bit for bit."""
 
-import os
+import json
 import shutil
 import signal
-import subprocess
 import time
 
-import faults
 import pytest
 import support
 import torch
+from faults import (
+    assert_half_a_save_is_never_chosen,
+    assert_no_orphans,
+    kill_all,
+    kill_all_while_saving,
+    wait_for_checkpoint,
+)
 from safetensors.torch import load_file
 
 from common import checkpoint
-from common.runtime import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
-# Average, context noise, accumulation and evaluation are on: each of them is state that a resume could lose.
+# Average, context noise, drawn buffers, tracked levels, accumulation and a plateau are on: each of them is state that a
+# resume could lose.
 JOB = (
-    "--width 8 --frames 16 --buffer 4 --context-noise 0.5 --micro-batch 2 --accumulation 2 "
-    "--steps 18 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov --eval-files 1 --eval-every 0 --save-every 6 "
-    "--samples 0 --best-by si_sdr"
+    "--width 8 --frames 16 --buffer 6 --buffer-low 4 --context-noise 0.5 --context-own 0.5 --level track "
+    "--micro-batch 2 --accumulation 2 --steps 18 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov --eval-files 1 "
+    "--eval-every 6 --save-every 6 --samples 0 --best-by lsd --schedule plateau --patience 1 --drop 0.7"
 ).split()
 
 
@@ -44,6 +49,9 @@ def whole(pairs, tmp_path_factory):
 
 def assert_same_run(run, whole) -> None:
     timed = {"step_s", "data_wait_s", "tokens_per_s", "rss_gb"}
+    last = [folder / "checkpoints" / "step-00000018" for folder in (run, whole)]
+    extras = [json.loads((path / "trainer_state.json").read_text())["extra"] for path in last]
+    assert extras[0] == extras[1] and extras[0]["best"] is not None
     history = [
         [
             {k: v for k, v in r.items() if k not in timed}
@@ -55,37 +63,25 @@ def assert_same_run(run, whole) -> None:
     assert history[0] == history[1]
     mine, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run, whole))
     assert set(mine) == set(expected) and all(torch.equal(mine[name], expected[name]) for name in expected)
-    final = [checkpoint.masters(folder / "checkpoints" / "step-00000018") for folder in (run, whole)]
+    final = [checkpoint.masters(path) for path in last]
     assert final[0].keys() == final[1].keys() and all(torch.equal(final[0][n], final[1][n]) for n in final[0])
-
-
-def processes_of(run) -> list[str]:
-    return subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
-
-
-def assert_no_orphans(run) -> None:
-    deadline = time.time() + 15
-    while processes_of(run):
-        assert time.time() < deadline, processes_of(run)
-        time.sleep(0.2)
 
 
 def start(run, pairs):
     return support.start_ranks(support.ROOT / "finetune" / "diffusion_buffer.py", job(run, pairs))
 
 
-def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, pairs, tmp_path):
+def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, pairs, tmp_path):
     run = tmp_path / "run"
     ranks = start(run, pairs)
     support.wait_for_step(run, 8)
-    faults.wait_for_checkpoint(run, 6)
-    os.kill(ranks[1].pid, signal.SIGKILL)
-    ranks[0].kill()
-    support.finish(ranks, timeout=30)
-    assert_no_orphans(run)
+    wait_for_checkpoint(run, 6)
+    kill_all(ranks, run)
+    outputs = kill_all_while_saving(start(run, pairs), run, 12)
+    assert f"going on after step 6 from {run}/checkpoints/step-00000006" in outputs[0]
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert f"going on after step 6 from {run}/checkpoints/step-00000006" in outputs[0]
+    assert "going on after step 6" in outputs[0]
     assert_same_run(run, whole)
 
 
@@ -108,19 +104,7 @@ def test_a_signal_stops_all_ranks_at_one_step_another_shows_where_they_are(whole
 
 
 def test_a_kill_at_any_point_of_a_save_leaves_the_last_whole_checkpoint(whole, tmp_path):
-    """Files of a save appear one after another; whatever of them is there, it is not chosen before its index entry."""
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(whole / "checkpoints", folder)
-    entries = checkpoint.read_index(folder)
-    newest, older = entries[-1]["name"], entries[-2]["name"]
-    checkpoint.write_json(folder / "index.json", {"checkpoints": entries[:-1]})
-    os.rename(folder / newest, folder / f".{newest}.tmp")
-    files = sorted(path for path in (folder / f".{newest}.tmp").rglob("*") if path.is_file())
-    assert len(files) > 4
-    one = Ranks(0, 1, torch.device("cpu"))
-    for file in reversed(files):
-        assert checkpoint.choose("auto", folder, one) == folder / older
-        file.unlink()
+    assert_half_a_save_is_never_chosen(whole, tmp_path)
 
 
 def test_another_diffusion_is_refused_and_another_split_is_not(whole, pairs, tmp_path):

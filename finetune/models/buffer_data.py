@@ -58,6 +58,8 @@ class Windows:
             item["mix"] = np.float32(dirty * MOST_NOISE * keyed.uniform(*key, "mix"))
             dirt = signal.complex_noise(draw, spec.bins, spec.frames - spec.buffer)
             item["dirt"] = dirt * np.float32(DIRT * dirty)
+        if self.config.context_own:
+            item["z_own"] = signal.complex_noise(draw, spec.bins, spec.buffer)
         return item
 
 

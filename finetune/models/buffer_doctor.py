@@ -4,8 +4,12 @@ None of it needs a trained network: the stream is proven with an oracle, a netwo
 """
 
 import dataclasses
+import faulthandler
 import functools
 import math
+import os
+import signal as signals
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -128,7 +132,7 @@ def check_oracle(spec: Spec):
     noisy, clean = pair()
     levels, size = {}, max(20, spec.buffer)  # with fewer steps the score's noise is left over
     for name, loss, sign in (("score", "dsm", 1), ("turned score", "dsm", -1), ("clean", "dp", 1)):
-        known = dataclasses.replace(spec, loss=loss, output_scale="none", buffer=size, frames=max(size, spec.frames))
+        known = dataclasses.replace(spec, loss=loss, buffer=size, frames=max(size, spec.frames), level="none")
         made = enhance(Oracle(clean, known, sign), noisy, known)
         levels[name] = speech.si_sdr(clean.astype(np.float64), made.astype(np.float64))
     fine = levels["score"] > 35 and levels["turned score"] < 0 and levels["clean"] > 60
@@ -217,7 +221,8 @@ def windows_of(noisy: np.ndarray, clean: np.ndarray, spec: Spec) -> Windows:
         clean=lambda i: sides[1],
         folder="-",
     )
-    config = SimpleNamespace(pad_short=True, seed=0, times="jitter", gain_low=0.0, gain_high=0.0, context_noise=0.0)
+    plain = {"gain_low": 0.0, "gain_high": 0.0, "context_noise": 0.0, "context_own": 0.0}
+    config = SimpleNamespace(pad_short=True, seed=0, times="jitter", **plain)
     return Windows(pairs, np.array([0]), spec, config)
 
 
@@ -227,11 +232,7 @@ def check_untrained(spec: Spec):
     spec = dataclasses.replace(spec, loss="dsm", output_scale="sigma", width=8)
     total, stats, _ = signal.batch_to_loss(build_network(spec.network, 8, spec.block), batch_of(spec, 4), spec)
     value = float(stats[0].sum() / stats[1].sum())
-    fine = abs(value - 1) < 0.1
-    return (
-        fine or None if spec.network != "ncsnpp" else fine,
-        f"DSM loss {value:.3f} (1 where a network starts at zero)",
-    )
+    return abs(value - 1) < 0.1, f"DSM loss {value:.3f}"
 
 
 @torch.no_grad()
@@ -241,6 +242,67 @@ def check_bf16(spec: Spec):
     network, batch = awake(build_network(spec.network, 8, spec.block)), batch_of(small, 2)
     full, half = (float(signal.batch_to_loss(network, batch | {"autocast": a}, small)[0]) for a in (False, True))
     return abs(half / full - 1) < 0.02, f"bf16 differs from fp32 by {100 * abs(half / full - 1):.3f} %"
+
+
+@torch.no_grad()
+def check_ranges(spec: Spec):
+    """What a batch's sigmas, target scores and network outputs lie between."""
+    torch.manual_seed(0)
+    small = dataclasses.replace(spec, width=8)
+    batch = batch_of(small, 4)
+    _, _, watch = signal.batch_to_loss(build_network(spec.network, 8, spec.block), batch, small)
+    sigmas, scores = batch["sigma"], (batch["z"] / batch["sigma"][:, None]).abs()
+    numbers = (
+        f"sigma {float(sigmas.min()):.4f} to {float(sigmas.max()):.4f}, |score| up to {float(scores.max()):.1f}"
+        f" (rms {float(scores.square().mean().sqrt()):.1f}), output rms {float(watch['out_rms']):.1e}"
+    )
+    fine = bool(sigmas.min() >= 1e-3) and bool(scores.isfinite().all()) and math.isfinite(float(watch["out_max"]))
+    return fine, numbers
+
+
+def check_refusals(spec: Spec):
+    """Settings and clips that would only show up as NaN or a wrong shape are refused."""
+    taken = []
+    for change in ({"buffer": spec.frames + 1}, {"t_eps": 0.0}, {"t_max": 1.0}, {"t_eps": 0.6, "t_max": 0.5}):
+        try:
+            signal.spec_of(SimpleNamespace(**dataclasses.asdict(spec) | {"buffer_low": 0, "context_own": 0} | change))
+            taken.append(str(change))
+        except UserError:
+            pass
+    for samples in (0, 100, spec.n_fft // 2):
+        clip = np.zeros(samples, np.float32)
+        try:
+            windows_of(clip, clip, spec)
+            taken.append(f"{samples} samples")
+        except UserError:
+            pass
+    return (
+        not taken,
+        f"taken all the same: {', '.join(taken)}" if taken else "4 settings and 3 clips, as they should be",
+    )
+
+
+@torch.no_grad()
+def check_not_a_number(spec: Spec):
+    """One NaN in one clip of a batch makes the loss NaN, by which a step is skipped and its clips are named."""
+    torch.manual_seed(0)
+    small = dataclasses.replace(spec, width=8)
+    network, batch = build_network(spec.network, 8, spec.block), batch_of(small, 2)
+    before = float(signal.batch_to_loss(network, batch, small)[0])
+    batch["noisy"][1, -spec.n_fft // 2] = float("nan")
+    after = float(signal.batch_to_loss(network, batch, small)[0])
+    return math.isfinite(before) and not math.isfinite(after), f"loss {before:.3g} without it, {after} with it"
+
+
+def check_stacks(spec: Spec):
+    """A rank that hangs can say where, by SIGUSR2."""
+    with tempfile.TemporaryFile("w+") as stacks:
+        faulthandler.register(signals.SIGUSR2, stacks, all_threads=True)
+        os.kill(os.getpid(), signals.SIGUSR2)
+        faulthandler.unregister(signals.SIGUSR2)
+        stacks.seek(0)
+        lines = stacks.read().count("File ")
+    return lines > 0, f"{lines} lines of stacks"
 
 
 def check_silence(spec: Spec):
@@ -293,8 +355,12 @@ CHECKS = {
     "lengths": check_lengths,
     "untrained loss": check_untrained,
     "bf16": check_bf16,
+    "ranges": check_ranges,
+    "refusals": check_refusals,
+    "not a number": check_not_a_number,
     "silence": check_silence,
     "repeatable": check_repeats,
+    "stacks": check_stacks,
     "speed": check_speed,
 }
 

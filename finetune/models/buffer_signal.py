@@ -88,6 +88,8 @@ def spec_of(config) -> Spec:
         )
     if spec.sde_c <= 0 or spec.sde_k <= 1:
         raise UserError(f"--sde-c {spec.sde_c:g} must be above 0 and --sde-k {spec.sde_k:g} above 1.")
+    if config.context_own and config.loss != "dp":
+        raise UserError(f"--context-own takes estimates of clean speech, which --loss {config.loss} does not make.")
     if config.buffer_low and not 4 <= config.buffer_low <= spec.buffer:
         raise UserError(f"--buffer-low {config.buffer_low} is not between 4 and --buffer {spec.buffer}.")
     if sigma(spec, spec.t_eps) < 1e-3:
@@ -222,6 +224,19 @@ def frame_scales(wave: torch.Tensor, last: int, spec: Spec) -> np.ndarray:
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def own_context(network, clean: torch.Tensor, noisy: torch.Tensor, batch: dict, inputs: tuple) -> torch.Tensor:
+    """The context as a stream has it: what the network says of its newest B frames, seen B frames earlier."""
+    size = batch["t"].shape[1]
+    first = clean.shape[-1] - size
+    clean, noisy = (torch.cat([torch.zeros_like(s[..., :size]), s[..., :first]], dim=-1) for s in (clean, noisy))
+    at, noise = batch["t"][:, None], batch["sigma"][:, None] * batch["z_own"]
+    buffer = (1 - at) * clean[..., first:] + at * noisy[..., first:] + noise
+    x = torch.cat([clean[..., :first], buffer], dim=-1)
+    out = network(x, noisy, *inputs)[..., first:]
+    return torch.cat([clean[..., :first], out], dim=-1)[..., size:]
+
+
 def batch_to_loss(network, batch: dict, spec: Spec):
     """Loss sum over the target bins, its parts by quarter of the times (2, 4), and what to watch; all in fp32.
 
@@ -240,7 +255,10 @@ def batch_to_loss(network, batch: dict, spec: Spec):
             context = context + batch["mix"][:, None, None] * (noisy - clean)[..., :first] + batch["dirt"]
         x = torch.cat([context, (1 - at) * target + at * y + std * z], dim=-1)
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=batch["autocast"]):
-        out = network(x, noisy, network.embed(all_times(spec, t)), output_scales(spec, t, sigmas))
+        inputs = network.embed(all_times(spec, t)), output_scales(spec, t, sigmas)
+        if batch.get("own"):
+            x = torch.cat([own_context(network, clean, noisy, batch, inputs), x[..., first:]], dim=-1)
+        out = network(x, noisy, *inputs)
     with torch.autocast(x.device.type, enabled=False):
         out = out[..., first:]
         if spec.predicts_clean:

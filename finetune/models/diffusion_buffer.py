@@ -21,8 +21,16 @@ def start_fan_avg(weight: torch.Tensor, scale: float = 1.0) -> None:
     nn.init.uniform_(weight, -bound, bound)
 
 
-def conv(inside: int, outside: int, size: int, scale: float = 1.0) -> nn.Conv2d:
-    layer = nn.Conv2d(inside, outside, size, padding=size // 2)
+class Conv(nn.Conv2d):
+    """Of (N, C, K, F) sounds by kernels that are stored (F, K), as in the official weights. With the bins side by side
+    in memory a small network takes a quarter less time on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, self.weight.transpose(2, 3), self.bias, padding=self.padding)
+
+
+def conv(inside: int, outside: int, size: int, scale: float = 1.0) -> Conv:
+    layer = Conv(inside, outside, size, padding=size // 2)
     start_fan_avg(layer.weight.data, scale)
     nn.init.zeros_(layer.bias)
     return layer
@@ -191,12 +199,12 @@ class NCSNpp(nn.Module):
         """(N, K) times, 0 outside of the buffer -> what they add in each block. A stream computes it once."""
         fourier, first, second = self.all_modules[:3]
         time = second(F.silu(first(fourier(torch.log(t + 0.01))))).transpose(1, 2)
-        return [part.Conv_time(time)[:, :, None] for part in self.all_modules if isinstance(part, Block)]
+        return [part.Conv_time(time)[..., None] for part in self.all_modules if isinstance(part, Block)]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor):
         """(N, F, K) complex -> (N, F, K) complex, before the last layer divided by `scale` (N or 1, K)."""
-        small = real_input(x, y)
-        assert small.shape[2] % 8 == 0 and small.shape[3] % 8 == 0, f"bins and frames {tuple(small.shape[2:])}"
+        small = real_input(x, y).transpose(2, 3).contiguous()
+        assert small.shape[2] % 8 == 0 and small.shape[3] % 8 == 0, f"frames and bins {tuple(small.shape[2:])}"
         parts, times = iter(self.all_modules[4:]), iter(times)
         levels = len(self.widths)
         skips = [self.all_modules[3](small)]
@@ -218,7 +226,7 @@ class NCSNpp(nn.Module):
             pyramid = grown if pyramid is None else fir_up(pyramid) + grown
             if level:
                 h = next(parts)(h, next(times))
-        return complex_output(self.output_layer(pyramid / scale[:, None, None, :]))
+        return complex_output(self.output_layer(pyramid / scale[:, None, :, None]).transpose(2, 3))
 
 
 # ---- the second paper's network --------------------------------------------------------------------------------

@@ -262,6 +262,29 @@ def test_a_corrupted_context_lies_between_clean_and_noisy():
     assert torch.allclose(network.x[1, :, :8], clean[1, :, :8], atol=1e-5)
 
 
+def test_an_own_context_is_what_the_network_said_a_buffer_earlier():
+    found = windows(context_own=1.0).batch([(0, 0), (1, 0)], 6)
+    shown = []
+
+    def answer(x, y):
+        shown.append((x, y))
+        return x * 0.5 + len(shown)
+
+    signal.batch_to_loss(Seen(answer), found | {"autocast": False, "own": True}, SPEC)
+    clean, noisy = spectra_of(found)  # 16 frames, of which 10 are context
+    (early, early_noisy), (late, _) = shown
+    assert not early[..., :6].any() and torch.allclose(early[..., 6:10], clean[..., :4], atol=1e-5)
+    assert torch.allclose(early_noisy[..., 6:], noisy[..., :10], atol=1e-5)
+    t = found["t"][:, None]
+    mean = (1 - t) * clean[..., 4:10] + t * noisy[..., 4:10]
+    assert torch.allclose(early[..., 10:], mean + found["sigma"][:, None] * found["z_own"], atol=1e-5)
+    assert torch.allclose(late[..., :4], clean[..., :4], atol=1e-5)
+    assert torch.allclose(late[..., 4:10], early[..., 10:] * 0.5 + 1, atol=1e-5)
+    shown.clear()
+    signal.batch_to_loss(Seen(answer), found | {"autocast": False, "own": False}, SPEC)
+    assert len(shown) == 1 and torch.allclose(shown[0][0][..., 10:], late[..., 10:])  # the buffer is the same
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +302,7 @@ def test_a_corrupted_context_lies_between_clean_and_noisy():
         ({"sde_k": 1.0}, "--sde-k 1 above 1"),
         ({"buffer_low": 30}, "--buffer-low 30 is not between 4 and --buffer 20"),
         ({"buffer_low": 2}, "--buffer-low 2 is not between 4"),
+        ({"context_own": 0.5, "loss": "dsm"}, "--context-own takes estimates of clean speech"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, message):

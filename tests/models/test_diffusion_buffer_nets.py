@@ -10,7 +10,7 @@ from common.config import UserError
 from models import buffer_files
 from models.buffer_doctor import awake
 from models.buffer_signal import Spec
-from models.diffusion_buffer import BlockCausal, NCSNpp, build_network, fir_down, fir_up
+from models.diffusion_buffer import BlockCausal, NCSNpp, build_network, conv, fir_down, fir_up
 
 
 def trained(network) -> int:
@@ -58,6 +58,12 @@ def test_resampling_is_the_fir_filter():
         down = F.conv2d(x, kernel, stride=stride, padding=padding, groups=3)
         up = F.conv_transpose2d(x, gain * kernel, stride=stride, padding=padding, groups=3)
         assert torch.allclose(fir_down(x, both), down, atol=1e-6) and torch.allclose(fir_up(x, both), up, atol=1e-6)
+
+
+def test_kernels_lie_as_in_the_official_weights():
+    layer, x = conv(3, 5, 3), torch.randn(2, 3, 16, 8)  # (N, C, F, K), as the official network has it
+    expected = F.conv2d(x, layer.weight, layer.bias, padding=1)
+    assert torch.allclose(layer(x.transpose(2, 3)).transpose(2, 3), expected, atol=1e-6)
 
 
 def run(network, x, y, t):

@@ -1,6 +1,7 @@
 """The Diffusion Buffer killed and stopped, and started again: the result is the uninterrupted run's, bit for bit."""
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -81,7 +82,7 @@ def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whol
     assert f"going on after step 6 from {run}/checkpoints/step-00000006" in outputs[0]
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert "going on after step 6" in outputs[0]
+    assert re.search("going on after step (6|12)", outputs[0])  # the save may have been whole by then
     assert_same_run(run, whole)
 
 

@@ -24,7 +24,7 @@ from models import buffer_signal as signal
 from models.buffer_data import Windows
 from models.buffer_data import check_lengths as check_clip_lengths
 from models.buffer_signal import RATE, Spec
-from models.buffer_stream import Buffer, Stream, enhance
+from models.buffer_stream import Buffer, Stream, Traced, enhance
 from models.diffusion_buffer import build_network
 
 
@@ -269,7 +269,7 @@ def check_refusals(spec: Spec):
             taken.append(str(change))
         except UserError:
             pass
-    for samples in (0, 100, spec.n_fft // 2):
+    for samples in (0, spec.n_fft // 4, spec.n_fft // 2):
         clip = np.zeros(samples, np.float32)
         try:
             windows_of(clip, clip, spec)
@@ -322,7 +322,7 @@ def check_speed(spec: Spec):
     """Of the whole network on this machine. None: it works, but not live."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network = build_network(spec.network, spec.width, spec.block).to(device).eval()
-    stream, times = Stream(network, spec, device=device), []
+    stream, times = Stream(Traced(network, spec, device), spec, device=device), []
     stream.push(np.zeros(spec.n_fft, np.float32))
     for _ in range(3):
         began = time.monotonic()

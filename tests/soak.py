@@ -33,7 +33,7 @@ JOB = (
     f" --micro-tokens 400 --ema 0.9 --samples 0 --eval-every 25 --save-every {SAVE_EVERY}"
 ).split()
 KINDS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
-STUCK = 120  # seconds
+STUCK = 120  # seconds without a word
 
 
 def main() -> int:
@@ -158,10 +158,10 @@ class Forked:
 
     def end(self, seconds: float) -> list[int] | None:
         """Exit codes; None if they had to be ended."""
-        deadline, failed = time.monotonic() + seconds, None
+        failed = None
         while len(self.codes) < 2:
             self._poll()
-            now = time.monotonic()
+            now, deadline = time.time(), last_word(self.log) + seconds
             if failed is None and any(self.codes.values()):
                 failed = now
             if now > deadline or (failed and now > failed + 5):
@@ -205,16 +205,21 @@ class Launched:
         return True
 
     def end(self, seconds: float) -> list[int] | None:
-        try:
-            return [self.shell.wait(timeout=seconds)]
-        except subprocess.TimeoutExpired:
-            self.shell.kill()
-            for pid in faults.job_processes(self.run).values():
-                os.kill(pid, signal.SIGKILL)
-            return None
+        while self.shell.poll() is None:
+            if time.time() > last_word(self.log) + seconds:
+                self.shell.kill()
+                for pid in faults.job_processes(self.run).values():
+                    os.kill(pid, signal.SIGKILL)
+                return None
+            time.sleep(0.05)
+        return [self.shell.returncode]
 
     def output(self) -> str:
         return self.log.read_text()
+
+
+def last_word(log: Path) -> float:
+    return log.stat().st_mtime if log.exists() else time.time()
 
 
 def run_whole(run: Path) -> Path:
@@ -224,7 +229,7 @@ def run_whole(run: Path) -> Path:
     import dia_lora  # noqa: F401  once, before the forks
 
     job = Forked(run)
-    if codes := [code for code in job.end(600) or [1] if code]:
+    if codes := [code for code in job.end(STUCK) or [1] if code]:
         raise RuntimeError(f"the uninterrupted run failed: {codes}\n{job.output()[-3000:]}")
     return run
 

@@ -1,0 +1,22 @@
+"""The soak in small; the large one is run by hand: python tests/soak.py --cycles 200."""
+
+import json
+import subprocess
+
+import pytest
+import support
+
+
+@pytest.mark.distributed
+@pytest.mark.fault
+def test_twenty_faults_leave_every_run_as_if_nothing_had_happened(demo):
+    done = subprocess.run(
+        [support.PYTHON, support.ROOT / "tests" / "soak.py", "--cycles", "20"],
+        env=support.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert sum(found["faults"].values()) >= 20 and found["runs"] >= 1
+    assert (found["divergences"], found["stuck"], found["bounded"]) == (0, 0, True)

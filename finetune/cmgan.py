@@ -43,7 +43,9 @@ class Config(PairConfig):
     clip: float = flag(5.0, "largest gradient norm, of each network", group="optimizer", low=1e-6)
     ema: float = flag(0.999, "decay of the generator's average; 0 = off", group="optimizer", low=0, high=0.99999)
     precision: Literal["bf16", "fp32"] = flag("fp32", "of the conformers; all else is fp32", group="optimizer")
-    gradient_checkpointing: bool = flag(True, "recompute the conformers: half the memory, 1.2 x the time", group="optimizer")
+    gradient_checkpointing: bool = flag(
+        True, "recompute conformers: half the memory, 1.2 x the time", group="optimizer"
+    )
 
     channels: int = flag(64, "width of the generator, from scratch; 64 as published", low=4)
     disc_channels: int = flag(16, "width of the discriminator, from scratch; 16 as published", low=1)

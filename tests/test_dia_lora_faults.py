@@ -66,7 +66,8 @@ def deepspeed(run) -> subprocess.Popen:
 
 def launch_sh(words) -> subprocess.Popen:
     return subprocess.Popen(
-        [support.ROOT / "launch.sh", "dia_lora", *words],
+        # Started in the background, a shell ignores SIGINT and so would everything below it.
+        ["env", "--default-signal=INT", support.ROOT / "launch.sh", "dia_lora", *words],
         env=support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON)))),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -43,9 +43,7 @@ class Config(PairConfig):
     clip: float = flag(5.0, "largest gradient norm, of each network", group="optimizer", low=1e-6)
     ema: float = flag(0.999, "decay of the generator's average; 0 = off", group="optimizer", low=0, high=0.99999)
     precision: Literal["bf16", "fp32"] = flag("fp32", "of the conformers; all else is fp32", group="optimizer")
-    gradient_checkpointing: bool = flag(
-        True, "recompute conformers: half the memory, 1.2 x the time", group="optimizer"
-    )
+    gradient_checkpointing: bool = flag(True, "recompute conformers: half the memory, 1.2 x time", group="optimizer")
 
     channels: int = flag(64, "width of the generator, from scratch; 64 as published", low=4)
     disc_channels: int = flag(16, "width of the discriminator, from scratch; 16 as published", low=1)
@@ -157,10 +155,7 @@ def build_data(config: Config, ranks: Ranks) -> tuple[Crops, PairDataset | None,
 
 
 def compute_loss(model, batch, discriminator):
-    """The generator's weighted loss sum over the batch, its terms' sums and counts, and what it made, detached.
-
-    Silence counts with a loss of 0.
-    """
+    """The generator's weighted loss sum, silence being 0, its terms' sums and counts, and what it made, detached."""
     pair = signal.normalise(batch["noisy"], batch["clean"])
     estimate = signal.estimate(model(signal.spectrum(pair.heard)), pair)
     terms = signal.generator_terms(estimate, discriminator) * batch["weights"][:, None] * pair.audible

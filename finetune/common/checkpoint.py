@@ -4,6 +4,7 @@ index.json is the only source of truth for resume and retention: a folder that i
 never deleted. What is loaded has its checksums right; `auto` goes back to the newest one of which that is true.
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -109,7 +110,7 @@ def save(
     # Beside the training everything is copied first; otherwise a file at a time.
     copied, files = (lambda tree: tree, _host_copy(files)) if background else (_host_copy, files)
     pending = Pending(final, draft, ranks)
-    publish = functools.partial(_publish, pending, state, keep, score)
+    publish = functools.partial(_publish, pending, copy.deepcopy(state), keep, score)
     pending.thread = threading.Thread(target=_write, args=(pending, files, copied, publish), name="checkpoint")
     pending.thread.start()
     if not background:

@@ -396,15 +396,17 @@ def slow_disk(monkeypatch):
 def test_a_checkpoint_in_the_background_holds_the_step_it_was_asked_for(ranks, tmp_path, monkeypatch):
     engine, average = build(0)
     train(engine, average, range(3))
-    go = slow_disk(monkeypatch)
-    pending = start_save(tmp_path, engine, average, ranks, 3)
+    go, state = slow_disk(monkeypatch), {"step": 3, "identity": IDENTITY, "extra": {"seen": [1, 2]}}
+    pending = checkpoint.save(tmp_path, engine, state, average, ranks, 2, None, background=True)
     train(engine, average, range(3, 5))  # would be in the file if it were not copied
+    state["extra"]["seen"].append(3)
     assert listed(tmp_path) == [] and pending.thread.is_alive()
     go.set()
     pending.wait()
     expected = weights(engine, average)
     again, its_average = build(0)
-    checkpoint.load(checkpoint.choose("auto", tmp_path, ranks), again, its_average, ranks, IDENTITY)
+    loaded = checkpoint.load(checkpoint.choose("auto", tmp_path, ranks), again, its_average, ranks, IDENTITY)
+    assert loaded["extra"] == {"seen": [1, 2]}
     train(again, its_average, range(3, 5))
     assert all(torch.equal(a, b) for a, b in zip(weights(again, its_average), expected, strict=True))
 

@@ -127,7 +127,7 @@ run_recipe() {
     fi
     export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1 PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        run_in_slurm "$recipe" "$((gpus ? ${ranks:-$gpus} : ${ranks_given:-1}))" "${arguments[@]}"
+        run_in_slurm "$recipe" "${ranks_given:-${SLURM_NTASKS_PER_NODE:-$((gpus ? gpus : 1))}}" "${arguments[@]}"
         return
     fi
     scratch=$(mktemp -d)
@@ -180,7 +180,8 @@ run_in_slurm() {
 
     trap 'stop_asked=1; echo "asking the ranks to save and stop" >&2' USR1 TERM
     # shellcheck disable=SC2016  # the variables of each task, not of this script
-    srun --ntasks-per-node="$per_node" --kill-on-bad-exit=1 --wait=60 bash -c '
+    # --overcommit: without --ntasks-per-node the job owns one core a node, which is no reason to refuse its GPUs.
+    srun --ntasks="$((per_node * SLURM_JOB_NUM_NODES))" --ntasks-per-node="$per_node" --overcommit --kill-on-bad-exit=1 --wait=60 bash -c '
         trap "" USR1 # would kill a rank that is still starting
         export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_SIZE=$1
         shift

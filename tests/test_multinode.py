@@ -41,10 +41,11 @@ def whole(demo, tmp_path_factory):
     return run
 
 
-def submit(env, run, *options, stage=2) -> str:
+def submit(env, run, *options, stage=2, ranks=1) -> str:
     """The job's id; its output goes beside the run folder."""
     words = ["--nodes=2", f"--output={run.parent}/job.out", *options, "dia_lora"]
     words += ["--ds", str(support.ROOT / f"ds_configs/zero{stage}.json"), *JOB, "--out", str(run)]
+    words += ["--ranks", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
         [support.ROOT / "launch.sh", "slurm", *words], env=env, cwd=run.parent, capture_output=True, text=True
     )
@@ -88,8 +89,9 @@ def test_two_nodes_equal_one(env, whole, tmp_path, stage):
 
 
 def test_a_signal_saves_requeues_and_goes_on(env, whole, tmp_path):
+    """Two ranks on one node, of which the job owns one core."""
     run = tmp_path / "run"
-    job = submit(env, run)
+    job = submit(env, run, "--nodes=1", ranks=2)
     support.wait_for_step(run, 5)
     slurm_cluster.run(env, "scancel", "--signal=USR1", job)
     go_on_at_once(env, job)
@@ -101,13 +103,29 @@ def test_a_signal_saves_requeues_and_goes_on(env, whole, tmp_path):
 
 
 def test_the_signal_ahead_of_the_time_limit_requeues_and_goes_on(env, whole, tmp_path):
-    """A limit of a minute and a signal 55 s ahead of it: the batch shell passes it on, even before the first step."""
-    run = tmp_path / "run"
+    """A limit of a minute and a signal 55 s ahead of it, for which the ranks are held back: they are too fast."""
+    run, output = tmp_path / "run", tmp_path / "job.out"
     job = submit(env, run, "--time=1", "--signal=B:USR1@55")
+    support.wait_for_step(run, 5)
+    ranks = rank_processes(run)
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    slurm_cluster.wait_until(lambda: "asking the ranks to save and stop" in output.read_text())
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
     go_on_at_once(env, job)
-    assert wait_for(env, job, *ENDED) == "COMPLETED", (tmp_path / "job.out").read_text()[-3000:]
-    assert "asking the ranks to save and stop" in (tmp_path / "job.out").read_text()
+    assert wait_for(env, job, *ENDED) == "COMPLETED", output.read_text()[-3000:]
     assert_same(run, whole)
+
+
+def rank_processes(run) -> list[int]:
+    """In the order of their ranks; not the shell and srun, whose command lines name the run too."""
+    found = {}
+    for pid in faults.processes_of(run):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(support.PYTHON.encode()):
+            facts = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found[next(word for word in facts if word.startswith(b"SLURM_PROCID="))] = pid
+    return [found[key] for key in sorted(found)]
 
 
 def test_a_dead_rank_fails_the_job_and_leaves_nobody_behind(env, whole, tmp_path):
@@ -115,8 +133,7 @@ def test_a_dead_rank_fails_the_job_and_leaves_nobody_behind(env, whole, tmp_path
     job = submit(env, run)
     support.wait_for_step(run, 22)
     faults.wait_for_checkpoint(run, 20)
-    second = next(p for p in faults.processes_of(run) if b"SLURM_PROCID=1\0" in Path(f"/proc/{p}/environ").read_bytes())
-    os.kill(second, signal.SIGKILL)
+    os.kill(rank_processes(run)[1], signal.SIGKILL)
     assert wait_for(env, job, *ENDED, seconds=90) == "FAILED"
     faults.assert_no_orphans(run)
     codes, outputs = support.run_recipe("--ds", "ds_configs/zero2.json", *JOB, "--out", run)

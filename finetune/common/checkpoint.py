@@ -186,7 +186,11 @@ def _collect(engine, draft: Path) -> dict:
 
 def _host_copy(tree):
     """The same with every tensor copied; only what a tensor shows of its storage, which may be a whole flat buffer."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
+
+    def is_shape(value) -> bool:
+        return isinstance(value, torch.Size)  # would become a plain tuple, which DeepSpeed's converters do not take
+
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree, is_leaf=is_shape)
 
 
 def _write(pending: Pending, files: dict, copied, publish) -> None:

@@ -106,7 +106,6 @@ class Run:
     ):
         self.config, self.ranks, self.engine, self.average = config, ranks, engine, average
         self.folder = run_folder(config, recipe, ranks)
-        on_first(lambda: _make_writable(self.folder), ranks)
         self.identity = identity(config, stage_of(ds), ranks, fingerprint)
         self.start, self.skips, self.extra = 0, 0, {}
         self.pending = None  # the checkpoint that is being written
@@ -114,6 +113,7 @@ class Run:
         if found:
             state = checkpoint.load(found, engine, average, ranks, self.identity, config.force_resume)
             self.start, self.extra = state["step"], state.get("extra", {})
+        on_first(lambda: _make_writable(self.folder), ranks)
         warmup = warmup_steps(config.warmup, steps)
         if warmup > 0.3 * steps:
             say(f"warning: the warm-up takes {warmup} of {steps} steps")

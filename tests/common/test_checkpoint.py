@@ -112,6 +112,13 @@ def test_frozen_weights_are_not_saved(saved):
     assert "model.0.bias" not in torch.load(file, weights_only=False)["module"]
 
 
+def test_copies_are_what_they_were(saved):
+    """Shapes stay shapes: DeepSpeed's own converters ask them for their size."""
+    (file,) = saved.rglob("*model_states.pt")
+    shapes = torch.load(file, weights_only=False)["param_shapes"]
+    assert all(type(shape) is torch.Size for group in shapes for shape in group.values())
+
+
 def test_nothing_but_the_checkpoint_and_the_index_is_left(template):
     assert names(template) == ["index.json", "step-00000003"]
     manifest = json.loads((template / "step-00000003" / "manifest.json").read_text())

@@ -165,12 +165,12 @@ def _check_space(final: Path, draft: Path, size: float) -> None:
 
 def _collect(engine, draft: Path) -> dict:
     """What this rank's engines would write, by file name in the draft."""
-    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+    base, files = object, {}
+    if sys.modules.get("deepspeed"):  # or a run without it
+        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as base
 
-    files = {}
-
-    class Collector(TorchCheckpointEngine):
-        def save(self, state_dict, path: str):
+    class Collector(base):
+        def save(self, state_dict, path):
             files[str(Path(path).relative_to(draft))] = state_dict
 
     for tag, part in _by_tag(engine).items():

@@ -27,6 +27,7 @@ class PlainEngine:
 
     def __init__(self, module: LossModule, optimizer, config: RunConfig):
         self.module, self.optimizer, self.config, self.micro_steps = module, optimizer, config, 0
+        self.checkpoint_engine = None  # common/checkpoint.py lends one
 
     def __call__(self, batch):
         return self.module(batch)
@@ -55,7 +56,7 @@ class PlainEngine:
         place = Path(folder) / tag
         place.mkdir(parents=True)
         weights = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        torch.save({"weights": weights, "optimizer": self.optimizer.state_dict()}, place / "plain.pt")
+        self.checkpoint_engine.save({"weights": weights, "optimizer": self.optimizer.state_dict()}, place / "plain.pt")
 
     def load_checkpoint(self, folder: str, tag: str, **_) -> tuple[str, dict]:
         file = Path(folder) / tag / "plain.pt"

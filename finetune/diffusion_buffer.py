@@ -242,7 +242,6 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         raise UserError("--schedule plateau sees a plateau in evaluations: give --eval-every and pairs to evaluate on.")
     if halved:
         run.tracker.event("out_of_memory", run.start, micro_batch=config.micro_batch, accumulation=config.accumulation)
-    run.folder.mkdir(parents=True, exist_ok=True)
     stacks = open(run.folder / f"stacks-{ranks.rank:05d}.txt", "w")  # kill -USR2 says where a rank hangs
     faulthandler.enable(stacks)
     faulthandler.register(signals.SIGUSR2, stacks)

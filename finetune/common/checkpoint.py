@@ -227,9 +227,11 @@ def _publish(pending: Pending, state: dict, keep: int, score: float | None) -> N
         manifest |= json.loads(word.read_text(encoding="utf-8"))
         word.unlink()
     for path in sorted(draft.rglob("*")):
-        if path.is_file() and str(path.relative_to(draft)) not in manifest:
-            manifest[str(path.relative_to(draft))] = _sha256(path)
-        _sync(path)
+        name = str(path.relative_to(draft))
+        if name not in manifest:  # folders, and what no rank has written, flushed and summed itself
+            if path.is_file():
+                manifest[name] = _sha256(path)
+            _sync(path)
     write_json(draft / "manifest.json", manifest)
     entries = [entry for entry in read_index(final.parent) if entry["name"] != final.name]
     if final.exists():  # the same step again, after a resume from an older checkpoint

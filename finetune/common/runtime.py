@@ -72,23 +72,16 @@ def stop_requested() -> bool:
 def _ancestors() -> list[int]:
     """Parent and grandparent."""
     parent = os.getppid()
-    return [parent, int(_proc(parent, "stat").rpartition(b")")[2].split()[1])]
+    facts = _proc(parent, "stat").rpartition(b")")[2].split()
+    return [parent, int(facts[1]) if facts else 0]
 
 
 def _proc(pid: int | str, name: str) -> bytes:
+    """A file of /proc; empty if the process has ended, or on macOS."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return b") ? 0"
-
-
-def bar_codecs() -> None:
-    """A training process never loads a codec or a resampler; importing one fails from here on.
-
-    transformers would import torchaudio and librosa by itself, which takes seconds a rank.
-    """
-    for name in ("dac", "audiotools", "torchaudio", "librosa"):
-        sys.modules[name] = None
+        return b""
 
 
 class Stopped(Exception):
@@ -291,14 +284,13 @@ def memory_gb(ranks: Ranks) -> dict:
 
 def free_memory() -> float:
     """Bytes that this machine can still give without swapping."""
-    facts = _proc("", "meminfo")
-    found = re.search(rb"^MemAvailable:\s+(\d+) kB", facts, re.M)
+    found = re.search(rb"^MemAvailable:\s+(\d+) kB", _proc("", "meminfo"), re.M)
     return int(found[1]) * 1024 if found else float("inf")
 
 
 def resident_bytes(field: str) -> int:
     """VmRSS: now; VmHWM: at most so far. getrusage would not do: a child begins with its parent's peak as its own."""
-    status = Path("/proc/self/status")
-    if not status.exists():  # macOS, where ru_maxrss counts bytes
+    found = re.search(rf"^{field}:\s+(\d+) kB".encode(), _proc("self", "status"), re.M)
+    if not found:  # macOS, where ru_maxrss counts bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(re.search(rf"^{field}:\s+(\d+) kB", status.read_text(), re.M)[1]) * 1024
+    return int(found[1]) * 1024

@@ -7,8 +7,8 @@ import torch
 
 from common import samples, speech
 from common.pairs import PairDataset
-from common.runs import Run, gather_names
-from common.runtime import Ranks, say
+from common.runs import Run
+from common.runtime import Ranks, gather_names, say
 from common.scorer import Scorer
 from models import buffer_signal as signal
 from models.buffer_data import snr_db

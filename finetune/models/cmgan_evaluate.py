@@ -7,8 +7,8 @@ import torch
 
 from common import samples
 from common.pairs import PairDataset, open_pairs
-from common.runs import Run, gather_names
-from common.runtime import Ranks, all_sum, say
+from common.runs import Run
+from common.runtime import Ranks, all_sum, gather_names, say
 from common.scorer import Scorer
 from models import cmgan_files, cmgan_watch
 from models import cmgan_signal as signal

@@ -9,7 +9,8 @@ import torch
 
 from common import keyed
 from common.config import UserError
-from common.runs import Run, gather_names
+from common.runs import Run
+from common.runtime import gather_names
 from common.scorer import Scorer, collect
 from models import cmgan_signal as signal
 

@@ -9,8 +9,7 @@ import torch
 from common import keyed
 from common.config import UserError
 from common.pairs import PairDataset
-from common.runs import gather_names
-from common.runtime import Ranks
+from common.runtime import Ranks, gather_names
 from common.scorer import Scorer, collect
 from models import cmgan_signal as signal
 

@@ -84,6 +84,15 @@ def _proc(pid: int | str, name: str) -> bytes:
         return b""
 
 
+def bar_codecs() -> None:
+    """A training process never loads a codec or a resampler; importing one fails from here on.
+
+    transformers would import torchaudio and librosa by itself, which takes seconds a rank.
+    """
+    for name in ("dac", "audiotools", "torchaudio", "librosa"):
+        sys.modules[name] = None
+
+
 class Stopped(Exception):
     """A signal ended the run early with everything saved."""
 

@@ -101,8 +101,21 @@ end_session() {
     pkill -KILL -s "$1" 2>/dev/null || true
 }
 
+# DeepSpeed's runner exits 0 after some deaths of its children: only the first rank's own word counts.
+final_code() {
+    local scratch=$1 code=$2 outcome
+    outcome=$(cat "$scratch/outcome" 2>/dev/null || echo none)
+    rm -rf "$scratch"
+    case $outcome in
+        none) ((code)) || code=1 ;;
+        0) [[ -z $stop_asked ]] || code=0 ;; # the signal came when all was done
+        *) code=$outcome ;;
+    esac
+    echo "$code"
+}
+
 run_recipe() {
-    local recipe=$1 ranks="" ranks_given arguments=() placement=() gpus scratch runner="" code=0 outcome
+    local recipe=$1 ranks="" ranks_given arguments=() placement=() gpus scratch runner="" code=0
     shift
     while (($#)); do
         case $1 in
@@ -153,22 +166,14 @@ run_recipe() {
     trap - TERM INT USR1 HUP
     end_session "$runner"
 
-    # DeepSpeed's runner exits 0 after some deaths of its children: only the first rank's own word counts.
-    outcome=$(cat "$scratch/outcome" 2>/dev/null || echo none)
-    rm -rf "$scratch"
-    case $outcome in
-        none) ((code)) || code=1 ;;
-        0) [[ -z $stop_asked ]] || code=0 ;; # the signal came when all was done
-        *) code=$outcome ;;
-    esac
-    return "$code"
+    return "$(final_code "$scratch" "$code")"
 }
 
 # ---- SLURM -------------------------------------------------------------------------------------------------------
 
 # One task a rank on every node, by srun: no ssh, and SLURM itself ends all of them when one fails.
 run_in_slurm() {
-    local recipe=$1 per_node=$2 first step="" code=0 outcome scratch stop_asked=""
+    local recipe=$1 per_node=$2 first step="" code=0 scratch stop_asked=""
     shift 2
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     MASTER_ADDR=$(scontrol show node "$first" --oneliner | grep -oP ' NodeAddr=\K\S+')
@@ -200,13 +205,7 @@ run_in_slurm() {
         wait "$step" || code=$?
     fi
     trap - USR1 TERM
-    outcome=$(cat "$scratch/outcome" 2>/dev/null || echo none)
-    rm -rf "$scratch"
-    case $outcome in
-        none) ((code)) || code=1 ;;
-        0) ;;
-        *) code=$outcome ;;
-    esac
+    code=$(final_code "$scratch" "$code")
     if ((code == 75)); then
         echo "requeueing job $SLURM_JOB_ID"
         scontrol requeue "$SLURM_JOB_ID"

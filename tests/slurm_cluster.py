@@ -61,7 +61,7 @@ def find(name: str) -> str | None:
 
 @contextmanager
 def cluster(folder: Path):
-    """Yields the environment in which sbatch and its kin talk to this cluster."""
+    """Yields the environment in which sbatch and its kin talk to this cluster, and what starts a node (again)."""
     folder.mkdir(mode=0o700)
     (folder / "state").mkdir()
     key = folder / "munge.key"
@@ -74,11 +74,15 @@ def cluster(folder: Path):
     env["PATH"] += ":/usr/sbin:/sbin"
     daemons = []
 
-    def start(*words) -> None:
+    def start(*words) -> subprocess.Popen:
         log = open(folder / f"{words[0]}-{len(daemons)}.out", "w")
         daemons.append(
             subprocess.Popen([find(words[0]), *words[1:]], env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         )
+        return daemons[-1]
+
+    def start_node(name: str) -> subprocess.Popen:
+        return start("slurmd", "-D", "-f", conf, "-N", name)
 
     try:
         files = {name: folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
@@ -86,10 +90,9 @@ def cluster(folder: Path):
               "--pid-file", files["pid"], "--log-file", files["log"], "--seed-file", files["seed"])  # fmt: skip
         wait_until(files["socket"].exists)
         start("slurmctld", "-D", "-f", conf)
-        for node in ("n1", "n2"):
-            start("slurmd", "-D", "-f", conf, "-N", node)
+        nodes = {name: start_node(name) for name in ("n1", "n2")}
         wait_until(lambda: run(env, "sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"])
-        yield env
+        yield env, nodes, start_node
     finally:
         run(env, "scancel", "--user=root")
         for daemon in reversed(daemons):

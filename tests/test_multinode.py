@@ -25,11 +25,16 @@ JOB = (
 
 
 @pytest.fixture(scope="module")
-def env(tmp_path_factory):
+def cluster(tmp_path_factory):
     if why := slurm_cluster.missing():
         pytest.skip(why)
-    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "c") as env:
-        yield env | {"AUDIO_FINETUNE_ENV": str(Path(support.PYTHON).parents[1])}
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "c") as (env, nodes, start_node):
+        yield env | {"AUDIO_FINETUNE_ENV": str(Path(support.PYTHON).parents[1])}, nodes, start_node
+
+
+@pytest.fixture
+def env(cluster):
+    return cluster[0]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,32 @@ def test_a_dead_rank_fails_the_job_and_leaves_nobody_behind(env, whole, tmp_path
     faults.assert_no_orphans(run)
     codes, outputs = support.run_recipe("--ds", "ds_configs/zero2.json", *JOB, "--out", run)
     assert codes == [0, 0] and "going on after step 20" in outputs[0], outputs[0][-3000:]
+    assert_same(run, whole)
+
+
+def test_a_job_survives_the_death_of_its_second_node(cluster, whole, tmp_path):
+    """Everything of that machine is gone at once: SLURM's daemon, its keeper of the task, and the rank."""
+    env, nodes, start_node = cluster
+    run = tmp_path / "run"
+    job = submit(env, run)
+    support.wait_for_step(run, 22)
+    faults.wait_for_checkpoint(run, 20)
+    rank = rank_processes(run)[1]
+    keeper = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    assert b"slurmstepd" in Path(f"/proc/{keeper}/cmdline").read_bytes()
+    for pid in (nodes["n2"].pid, keeper, rank):
+        os.kill(pid, signal.SIGKILL)
+    nodes["n2"].wait()
+    ended = wait_for(env, job, "FAILED", "NODE_FAIL", "PENDING", seconds=90)
+    faults.assert_no_orphans(run)
+    nodes["n2"] = start_node("n2")
+    slurm_cluster.wait_until(lambda: slurm_cluster.run(env, "sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"], 90)
+    if ended == "PENDING":  # SLURM noticed the node before the other rank did, and requeued the job by itself
+        go_on_at_once(env, job)
+    else:
+        job = submit(env, run)
+    assert wait_for(env, job, *ENDED) == "COMPLETED", (tmp_path / "job.out").read_text()[-3000:]
+    assert "going on after step 20" in (tmp_path / "job.out").read_text()
     assert_same(run, whole)
 
 

@@ -6,6 +6,14 @@ import support
 os.environ.update(support.CPU)
 
 
+@pytest.fixture(autouse=True)
+def no_stop_wanted(monkeypatch):
+    """A failed save asks its process to stop; the next test trains in the same process."""
+    from common import runtime
+
+    monkeypatch.setattr(runtime, "_stop_wanted", False)
+
+
 @pytest.fixture(scope="session")
 def higgs_demo():
     """The same for Higgs Audio v2."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import checkpoint
+from common import checkpoint, runtime
 from common.config import RunConfig, UserError
 from common.ds_config import resolve_ds
 
@@ -426,9 +426,6 @@ def test_without_room_for_a_copy_it_is_written_at_once(trained, ranks, tmp_path,
 
 @pytest.mark.fault
 def test_a_file_that_cannot_be_written_is_an_error_where_it_is_waited_for(saved, trained, ranks, monkeypatch):
-    from common import runtime
-
-    monkeypatch.setattr(runtime, "_stop_wanted", False)
     monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     pending = start_save(saved.parent, *trained, ranks, 4)
     with pytest.raises(UserError, match=r"could not be written \(.*No space left on device; [0-9.]+ GB are free"):

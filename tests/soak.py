@@ -5,7 +5,8 @@
 A cycle is one fault: SIGKILL or a polite signal to a rank, to both at once, in a step or while a checkpoint is
 written; every tenth goes through launch.sh, where it also hits DeepSpeed's runner and launcher. The ranks of the other
 cycles are forked from this process, which has imported everything: the real recipe, processes and signals, without
-ten seconds of imports a cycle. The summary counts runs, faults, divergences, cycles that got stuck, and disk.
+ten seconds of imports a cycle. The summary counts runs, faults, divergences, cycles that got stuck, disk, and how
+long the end of a job took at most.
 """
 
 import argparse
@@ -55,6 +56,7 @@ def main() -> int:
 def soak(scratch: Path, cycles: int, draw: random.Random, launcher_every: int) -> dict:
     expected = result_of(run_whole(scratch / "whole"))
     found = {"cycles": cycles, "runs": 0, "divergences": 0, "stuck": 0, "bounded": True, "largest_mb": 0.0}
+    found["slowest_end_s"] = 0.0  # from a fault until no process is left
     faults, began, number = collections.Counter(), time.monotonic(), 0
     limit = 2.5 * size_of(scratch / "whole")  # bytes: a checkpoint is written beside the two that are kept
     while sum(faults.values()) < cycles:
@@ -65,12 +67,14 @@ def soak(scratch: Path, cycles: int, draw: random.Random, launcher_every: int) -
             by_launcher = launcher_every and sum(faults.values()) % launcher_every == launcher_every - 1
             job = (Launched if by_launcher and not enough else Forked)(run)
             fault = "" if enough else strike(job, run, draw)
+            struck = time.monotonic()
             codes = job.end(STUCK)
             if codes is None:
                 found["stuck"] += 1
                 print(f"stuck after {fault} in {run}", flush=True)
             if fault:
                 faults[fault] += 1
+                found["slowest_end_s"] = max(found["slowest_end_s"], round(time.monotonic() - struck, 1))
             over = (run / "metrics.jsonl").exists() and any(r.get("event") == "done" for r in support.metrics(run))
             if not over and not fault and codes is not None and any(codes):
                 raise RuntimeError(f"{run} failed without a fault: {codes}\n{job.output()[-3000:]}")

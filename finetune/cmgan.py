@@ -17,6 +17,7 @@ On a laptop, in a minute, with the embedded demo:
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -66,9 +67,9 @@ class Config(PairConfig):
     def engine_precision(self) -> str:
         return "fp32"  # DeepSpeed's bf16 would also cast what has to stay fp32: STFT, losses, the discriminator
 
-    @property
-    def weights(self) -> list[float]:
-        return [self.w_ri, self.w_mag, self.w_time, self.w_gan]
+    def weights_at(self, gan_level: float) -> list[float]:
+        """Of the loss terms, while the gate lets so much of the GAN term in."""
+        return [self.w_ri, self.w_mag, self.w_time, self.w_gan * gan_level]
 
 
 # A narrow model that learns the synthetic noise in a minute.
@@ -113,7 +114,7 @@ from models import cmgan_enhance, cmgan_files, cmgan_watch
 from models import cmgan_signal as signal
 from models.cmgan import Discriminator, TSCNet, settle_statistics
 from models.cmgan_doctor import diagnose
-from models.cmgan_evaluate import Evaluation, evaluate, judge_discriminator, sample, test
+from models.cmgan_evaluate import Evaluation, evaluate, judge_discriminator, open_test, sample, test, warn_if_worse
 from models.cmgan_labels import Labels, count_missing, discriminator_loss, valid_counts
 
 # ---- model -----------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, r
 
     asked = time.monotonic()
     labelled = [labels.collect(step, part) for part in waiting]
-    waited = time.monotonic() - asked
+    values = {"pesq_wait_s": time.monotonic() - asked, "grad_norm": norm}
     missing = [name for part in labelled for name in part.missing]
     silent = sum(float((1 - part.estimate.pair.audible).sum()) for part in waiting)
     sums = all_sum([*valid_counts(labelled), len(missing), redraws, silent], ranks).tolist()
@@ -206,9 +207,8 @@ def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, r
     engine.set_learning_rate(d, rate(step) * config.disc_lr_ratio)
     applied_d, norm_d = engine.take_step(d)
     d.module.model.iterate()
-    values = {"grad_norm": norm, "grad_norm_d": norm_d, "loss_d": float(all_sum([loss_d], ranks)[0])}
-    values |= {"pesq_missing": int(missing_anywhere), "pesq_wait_s": waited}
-    values |= {"redraws": int(redraws), "silent": int(silent)}
+    values |= {"grad_norm_d": norm_d, "loss_d": float(all_sum([loss_d], ranks)[0])}
+    values |= {"pesq_missing": int(missing_anywhere), "redraws": int(redraws), "silent": int(silent)}
     return meter, applied and applied_d, values, missing
 
 
@@ -237,23 +237,21 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
     # model and data
     nets = generator, discriminator = build_model(config, ds)
     crops, chosen, rows = build_data(config, ranks)
+    unseen = open_test(config, ranks)
     plan = Plan(np.full(len(crops), crops.length), config.micro_batch * crops.length, config.seed)
     micro_batches = ranks.world * config.accumulation  # of one optimizer step
     steps = config.steps or plan.steps(config.epochs, micro_batches)
     say(f"crops {len(crops):,} an epoch, {steps} steps of {micro_batches} micro-batches of {config.micro_batch}")
     for network in (generator, discriminator):
         memory.say_needs(network, ds, config, ranks)
-    first = crops.batch(plan.micro_batch(0)[1])
+    first = crops.batch(range(min(config.micro_batch, len(crops))))
     cmgan_watch.require_perfect(first["noisy"], first["clean"])
 
     # engines and resume
     engines = start_engines(generator, discriminator, config, ds)
     average = engine.Average(engines["g"], config.ema)
     labels = Labels(scorer, config.noisy_term, config.replay, config.seed)
-    gated = config.gate == "on" or (config.gate == "auto" and bool(config.model))
-    gate = cmgan_watch.Gate(gated, config.gate_open, config.gate_close, config.gan_ramp)
-    if gated and not len(rows):
-        raise UserError("--gate needs held-out sounds to judge the discriminator: give --eval-data or --hold-out.")
+    gate = cmgan_watch.gate_of(config, len(rows))
     rate = functools.partial(stepped_rate, steps=steps, steps_an_epoch=plan.per_epoch / micro_batches, config=config)
 
     def build(number: int) -> dict:
@@ -261,32 +259,34 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         return mover(ranks.device)(crops.batch(chosen, epoch))
 
     if config.dry_run:
-        dry_run(engines, map(build, range(ranks.rank, micro_batches, ranks.world)), labels, rate, config, ranks, steps)
+        dry_run(engines, itertools.repeat(mover(ranks.device)(first)), labels, rate, config, ranks, steps)
         return engines
-    run = runs.Run("cmgan", config, ds, ranks, engines, average, {"data": crops.pairs.fingerprint()}, steps)
+    # What is evaluated on decides when the GAN term comes in, and which model is the best.
+    fingerprint = {"data": crops.pairs.fingerprint(), "eval": chosen.fingerprint() if chosen else ""}
+    run = runs.Run("cmgan", config, ds, ranks, engines, average, fingerprint, steps)
     extra = {"gate": gate.state(), "history": [], "labels": 0, "missing": 0, "reasons": {}, "best": None} | run.extra
     gate.restore(extra["gate"])
-    if run.found and config.replay:
-        labels.restore(checkpoint.load_mine(run.found, ranks), ranks.device)
+    if run.found and config.replay and (seen := checkpoint.load_mine(run.found, ranks)):
+        labels.restore(seen, ranks.device)
     evaluation = Evaluation(chosen, rows, config, scorer, ranks) if len(rows) else None
 
     # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
     feed = prefetch(build, range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world))
     if run.start == 0:
-        evaluate(nets, evaluation, run, 0, extra)
+        extra["start"] = evaluate(nets, evaluation, run, 0, extra)
     if all_sum([float(stop_requested())], ranks)[0]:
         run.stop(run.start)
     for step in range(run.start, steps):
         parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
         sounds = sum(len(chosen) for _, chosen in parts)
-        weights = torch.tensor([*config.weights[:3], config.w_gan * gate.level], device=ranks.device)
+        weights = torch.tensor(config.weights_at(gate.level), device=ranks.device)
         meter, applied, values, lost = train_step(engines, feed, labels, sounds, weights, step, rate, config, ranks)
         totals = meter.reduce(ranks)
         done, last = step + 1, step + 1 == steps
         if applied:
             average.update(step)
-            gate.advance()
             values |= {"lr": rate(step), "lr_d": rate(step) * config.disc_lr_ratio, "gan_level": gate.level}
+            gate.advance()
             epoch = round(done * micro_batches / plan.per_epoch, 4)
             run.log(done, meter, totals, sounds * crops.length, signal.TERMS, epoch=epoch, **values)  # token: sample
         else:
@@ -312,8 +312,9 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
     # finish
     if config.export and extra["best"] is None:
         export(nets, run, {"step": steps})
-    if config.test_data:
-        test(config, run, scorer, steps)
+    warn_if_worse(extra)
+    if unseen:
+        test(unseen, run, scorer, steps)
     all_sum([0.0], ranks)  # what all ranks write is on disk
     run.finish(steps)
     if ranks.first:
@@ -323,7 +324,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
 
 def dry_run(engines: dict, feed, labels: Labels, rate, config: Config, ranks: Ranks, steps: int) -> None:
     """One optimizer step of both networks, its memory, and where the learning rate changes."""
-    weights = torch.tensor(config.weights, device=ranks.device)
+    weights = torch.tensor(config.weights_at(1.0), device=ranks.device)
     began = time.monotonic()
     sounds = config.micro_batch * config.accumulation * ranks.world
     _, applied, values, _ = train_step(engines, feed, labels, sounds, weights, 0, rate, config, ranks)

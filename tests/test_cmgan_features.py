@@ -15,14 +15,15 @@ from test_cmgan import SMALL, stage_file
 
 import cmgan
 from common import engine
-from common.config import UserError
+from common.config import UserError, parse_args
 from common.ds_config import resolve_ds
 from common.pairs import PairDataset
+from common.runs import Run
 from common.runtime import start_ranks
 from common.scorer import Scorer
 from models import cmgan_enhance, cmgan_evaluate, cmgan_labels, cmgan_signal
 from models.cmgan import TSCNet
-from models.cmgan_doctor import diagnose
+from models.cmgan_doctor import Findings, check_history, diagnose, take_from_run
 
 TINY = {**SMALL, "channels": 4, "disc_channels": 2, "accumulation": 1, "steps": 2, "warmup": 0.0}
 TINY |= {"hold_out": ["dov"], "eval_files": 2}
@@ -113,8 +114,26 @@ def test_too_many_missing_labels_end_the_run_and_name_the_reason(trained, tmp_pa
     rows = [{"id": f"a_{i}", "noisy": noise(i), "clean": np.zeros(9000, np.int16)} for i in range(4)]
     data = support.write_pairs(tmp_path / "silent", rows)
     monkeypatch.setattr(cmgan_labels, "ENOUGH", 4)
-    with pytest.raises(UserError, match=r"4 of 4 sounds have no PESQ \(\{'NoUtterancesError': 4\}"):
+    with pytest.raises(UserError, match=r"4 of the last 4 sounds have no PESQ \(\{'NoUtterancesError': 4\}"):
         trained(data=str(data), hold_out=[], steps=9, micro_batch=2)
+
+
+def test_labels_that_begin_to_miss_are_not_hidden_by_a_good_past(ranks):
+    """Each evaluation with enough labels starts to count anew."""
+    run = Run.__new__(Run)
+    run.config, run.ranks, run.pending, run.tracker = cmgan.Config(), ranks, None, Silent()
+    extra = {"labels": 0, "missing": 0, "reasons": {}}
+    for step in range(200):
+        cmgan_labels.count_missing(extra, [], 0, 4, step, run)
+    cmgan_labels.start_counting_anew(extra)
+    with pytest.raises(UserError, match="100 of the last 100 sounds"):
+        for step in range(50):
+            cmgan_labels.count_missing(extra, ["a: NoUtterancesError"] * 4, 4, 4, step, run)
+
+
+class Silent:
+    def event(self, *_, **__) -> None:
+        pass
 
 
 def noise(seed) -> np.ndarray:
@@ -161,7 +180,7 @@ def test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back(traine
     moved = weights(engines, "g")["mask_decoder.prelu_out.weight"] - published.mask_decoder.prelu_out.weight
     assert 0 < float(moved.abs().max()) <= 4.1 * SMALL["lr"]
     _, run = trained(**options, gate_open=-1.0, gate_close=-1.0, out=tmp_path / "open")
-    assert [r["gan_level"] for r in support.step_records(run)] == [0, 0, 0.25, 0.5]
+    assert [r["gan_level"] for r in support.step_records(run)] == [0, 0, 0, 0.25]
     (event,) = [r for r in support.metrics(run) if r.get("event") == "gate"]
     assert event["step"] == 2 and "the GAN term comes in" in event["message"]
 
@@ -231,6 +250,21 @@ def test_the_doctor_checks_a_run_and_says_what_it_measured(finished, ranks, scor
     assert named["perfect estimate"].startswith("PASS") and "0.0% of 50 crops" in named["PESQ labels"]
 
 
+def test_the_doctor_checks_a_run_as_it_was_trained(finished, tmp_path):
+    """Not with the flags of the embedded demo, which a command without --model and --data would otherwise take."""
+    config = parse_args(cmgan.Config, "", ["--diagnose", str(finished)], demo=cmgan.DEMO)
+    assert (config.seconds, config.probe, config.gradient_checkpointing) == (2.0, 64, True)
+    used = json.loads((finished / "config.json").read_text())["config"]
+    path, held_out = take_from_run(config)
+    assert (config.seconds, config.probe) == (used["seconds"], used["probe"]) == (TINY["seconds"], TINY["probe"])
+    assert (path, held_out) == (used["data"], ["dov"])
+    with open(finished / "metrics.jsonl", "a") as record:
+        record.write('{"event": "ev')  # a killed run
+    found = Findings()
+    check_history(found, finished)
+    assert not found.failed
+
+
 @pytest.mark.parametrize("place", ["checkpoints/step-00000002", "export", "export/generator.pt"])
 def test_the_doctor_takes_checkpoints_exports_and_bare_files(finished, pairs, ranks, scorer, place, capsys):
     with contextlib.suppress(UserError):
@@ -288,6 +322,9 @@ def test_dry_run_prints_sizes_memory_and_the_schedule_and_writes_nothing(trained
         ({"data": "", "model": "x"}, "--model without --data"),
         ({"model": "nowhere"}, "neither a checkpoint file nor a folder"),
         ({"hold_out": ["nobody"]}, "no id in"),
+        ({"test_data": "nowhere"}, "nowhere"),
+        ({"test_data": "nowhere", "export": False}, "not with --no-export"),
+        ({"gate_open": 0.5}, "--gate-close 0.6 is above --gate-open 0.5"),
     ],
 )
 def test_mistakes_are_one_sentence(trained, changes, sentence):

@@ -380,9 +380,10 @@ def masters(path: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): value.clone() for name, value in weights.items()}
 
 
-def load_mine(path: Path, ranks: Ranks) -> dict:
-    """What `save` was given as this rank's own."""
-    return torch.load(path / f"rank-{ranks.rank:05d}.pt", map_location="cpu", weights_only=True)
+def load_mine(path: Path, ranks: Ranks) -> dict | None:
+    """What `save` was given as this rank's own; None if it was given nothing."""
+    file = path / f"rank-{ranks.rank:05d}.pt"
+    return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
 
 
 def _damage(path: Path) -> str | None:

@@ -116,7 +116,7 @@ def _add_flag(parser, item):
 
 
 def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict | None = None):
-    """Flags to config. Precedence: default < `demo` (when neither --model nor --data is given) < flag."""
+    """Flags to config. Precedence: default < `demo` (when nothing of the user's own is named) < flag."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -130,7 +130,7 @@ def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict
             groups[title] = parser.add_argument_group(title)
         _add_flag(groups[title], item)
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None and k != "local_rank"}
-    if not given.get("model") and not given.get("data"):
+    if not any(given.get(name) for name in ("model", "data", "diagnose")):
         given = (demo or {}) | given
     config = config_class(**given)
     from common.ds_config import resolve_ds

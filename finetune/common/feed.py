@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from common.runtime import still_alive
+
 
 def prefetch(build: Callable, numbers: Iterable, depth: int = 3) -> Iterator:
     """`build(n)` for each n, in order, `depth` ahead. A thread is enough: codes are views into mapped memory."""
@@ -20,9 +22,11 @@ def prefetch(build: Callable, numbers: Iterable, depth: int = 3) -> Iterator:
 
 
 def mover(device: torch.device) -> Callable[[dict], dict]:
-    """A function that brings a batch's tensors to the device without waiting for the copy."""
+    """A function that brings a batch's tensors to the device without waiting for the copy. A batch is a sign of life:
+    an evaluation may have more of them than --hang-timeout lets pass between two words of the ranks."""
 
     def move(batch: dict) -> dict:
+        still_alive()
         if device.type == "cpu":
             return batch
         pin = device.type == "cuda"

@@ -8,7 +8,7 @@ from common.config import UserError
 from common.runtime import Ranks, on_first, say
 
 DRAWS = 8  # of a crop's place, until it holds speech
-SPEECH_SECONDS = 0.3  # that a crop should hold
+SPEECH_SECONDS = 0.3  # that a crop should hold, or half of it if it is shorter than twice that
 SPEECH_FLOOR_DB = -40.0  # below the clip's loudest frame, a frame is silence
 FRAME_SECONDS = 0.01
 
@@ -73,10 +73,11 @@ class PairDataset(ArrowDataset):
             return noisy[place], clean[place], 0
         active = speech_frames(clean, self.rate)
         frame = int(FRAME_SECONDS * self.rate)
+        wanted = min(SPEECH_SECONDS, length / self.rate / 2, active.sum() * FRAME_SECONDS)
         for draw in range(DRAWS):
             start = int(keyed.uniform(*key, draw, "crop") * (len(clean) - length + 1))
             inside = active[start // frame : (start + length) // frame]
-            if inside.sum() * FRAME_SECONDS >= min(SPEECH_SECONDS, active.sum() * FRAME_SECONDS):
+            if inside.sum() * FRAME_SECONDS >= wanted:
                 break
         return noisy[start : start + length], clean[start : start + length], draw
 

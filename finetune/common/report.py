@@ -23,7 +23,7 @@ vertical-align:top}img{max-width:100%}pre{background:#f6f6f6;padding:1rem;overfl
 def write_report(run: Path) -> Path:
     """Builds the report from what the run folder holds."""
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    records = _records(run / "metrics.jsonl")
+    records = read_records(run / "metrics.jsonl")
     steps = [record for record in records if "event" not in record]
     evals = [record for record in records if record.get("event") == "eval"]
     skips = [record for record in records if record.get("event") == "skip"]
@@ -53,7 +53,7 @@ def write_report(run: Path) -> Path:
     return final
 
 
-def _records(path: Path) -> list[dict]:
+def read_records(path: Path) -> list[dict]:
     """The lines of metrics.jsonl; one that a kill cut short is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():

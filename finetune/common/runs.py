@@ -34,7 +34,7 @@ def run_folder(config: RunConfig, recipe: str, ranks: Ranks) -> Path:
     return Path(from_first(name, ranks))
 
 
-def _make_writable(folder: Path) -> None:
+def make_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,7 +113,7 @@ class Run:
         if found:
             state = checkpoint.load(found, engine, average, ranks, self.identity, config.force_resume)
             self.start, self.extra = state["step"], state.get("extra", {})
-        on_first(lambda: _make_writable(self.folder), ranks)
+        on_first(lambda: make_writable(self.folder), ranks)
         warmup = warmup_steps(config.warmup, steps)
         if warmup > 0.3 * steps:
             say(f"warning: the warm-up takes {warmup} of {steps} steps")

@@ -8,11 +8,14 @@ import ctypes
 import os
 import signal
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
 import numpy as np
 
 from common import speech
+from common.config import UserError
+from common.runtime import still_alive
 
 TIMEOUT = 120.0  # seconds for one score, which takes 0.1
 PR_SET_PDEATHSIG = 1
@@ -47,11 +50,19 @@ class Scorer:
 
     def pesq(self, clean: np.ndarray, estimates: np.ndarray) -> list[Future]:
         """Starts to score a batch, (B, L) each."""
-        return [self.pool.submit(_pesq, c, e) for c, e in zip(clean, estimates, strict=True)]
+        return [self._submit(_pesq, c, e) for c, e in zip(clean, estimates, strict=True)]
 
     def measure(self, clean: np.ndarray, estimate: np.ndarray) -> Future:
         """Starts every measure of one sound."""
-        return self.pool.submit(_measure, clean, estimate)
+        return self._submit(_measure, clean, estimate)
+
+    def _submit(self, *work) -> Future:
+        try:
+            return self.pool.submit(*work)
+        except BrokenProcessPool as error:  # a process died before; no new one can be forked beside a GPU
+            failed = Future()
+            failed.set_exception(error)
+            return failed
 
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
@@ -68,3 +79,14 @@ def collect(scores: list[Future]) -> tuple[np.ndarray, list[str]]:
         values.append(value)
         reasons.append(reason)
     return np.array(values), reasons
+
+
+def measured(score: Future) -> dict[str, float]:
+    """What `Scorer.measure` started, waited for."""
+    still_alive()
+    try:
+        return score.result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a process that measures sounds died, perhaps for want of memory: --pesq-workers 1 takes the least."
+        ) from None

@@ -8,8 +8,8 @@ import torch
 from common import samples, speech
 from common.pairs import PairDataset
 from common.runs import Run
-from common.runtime import Ranks, gather_names, say
-from common.scorer import Scorer
+from common.runtime import Ranks, gather_names, say, still_alive
+from common.scorer import Scorer, measured
 from models import buffer_signal as signal
 from models.buffer_data import snr_db
 from models.buffer_signal import RATE, Spec
@@ -48,6 +48,7 @@ class Evaluation:
         network.eval()
         mine = []
         for place in range(self.ranks.rank, len(self.rows), self.ranks.world):
+            still_alive()
             noisy, clean = sounds(self.pairs, self.rows[place])
             facts = {"place": place, "id": self.pairs.id(self.rows[place]), "snr": snr_db(noisy, clean)}
             waves = enhance_at(network, noisy, self.spec, self.delays, self.ranks.device, seed=self.config.seed)
@@ -55,7 +56,7 @@ class Evaluation:
                 facts = facts | {"delay": delay, **own_measures(clean, wave, self.spec)}
                 mine.append((facts, self.scorer.measure(clean, np.nan_to_num(wave))))
         network.train(was_training)
-        rows = [{**score.result(), **facts} for facts, score in mine]
+        rows = [{**measured(score), **facts} for facts, score in mine]
         return sorted(gather_names(rows, self.ranks), key=lambda row: (row["place"], row["delay"]))
 
 
@@ -145,7 +146,7 @@ def sample(network, evaluation: Evaluation, run: Run, step: int) -> None:
             (wave,) = enhance_at(network, noisy, spec, [spec.buffer], run.ranks.device, seed=run.config.seed)
             for folder, sound in ((f"step-{step:08d}", wave), ("noisy", noisy), ("clean", clean)):
                 facts = {"name": f"file-{place:04d}", "text": evaluation.pairs.id(row)}
-                facts |= evaluation.scorer.measure(clean, sound).result()
+                facts |= measured(evaluation.scorer.measure(clean, sound))
                 samples.write_wave(run.folder / "samples" / folder, facts, sound, RATE)
     network.train()
     run.tracker.event("sample", step)

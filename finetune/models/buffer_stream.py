@@ -4,7 +4,9 @@ The last B frames of the buffer are at rising diffusion times; each new frame mo
 step closer to clean speech. What comes out depends on the samples alone, not on how they are handed over.
 """
 
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 
 from common import keyed
 from common.config import UserError
+from common.recordings import enhance_files
 from common.runtime import say
 from models import buffer_signal as signal
 from models.buffer_signal import RATE, Spec
@@ -208,40 +211,16 @@ def say_latency(spec: Spec, delay: int) -> None:
 
 
 def enhance_folder(network, spec: Spec, source: Path, out: Path, delay: int, **options) -> None:
-    """Every .wav and .flac below `source` to the same name below `out`, as 32-bit float that cannot clip."""
-    import time
-
-    import soundfile
-
-    files = sorted(path for path in source.rglob("*") if path.suffix.lower() in (".wav", ".flac"))
-    if not files:
-        raise UserError(f"--enhance {source} is not a folder with .wav or .flac files.")
-    if source.resolve() == out.resolve():
-        raise UserError("--enhance and --out are the same folder: the recordings would be overwritten.")
+    """Every recording below `source`, as a stream."""
     say_latency(spec, checked_delay(spec, delay))
-    for path in files:
-        target = (out / path.relative_to(source)).with_suffix(".wav")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{target.name}.tmp")
-        stream = Stream(network, spec, delay, **options)
-        began = time.monotonic()
-        try:
-            with soundfile.SoundFile(path) as recording:
-                if recording.samplerate != RATE or recording.channels != 1 or not recording.frames:
-                    raise UserError(
-                        f"--enhance {path} has {recording.samplerate} Hz, {recording.channels} channel(s) and"
-                        f" {recording.frames} samples; it takes {RATE} Hz mono: convert it first."
-                    )
-                with soundfile.SoundFile(draft, "w", RATE, 1, subtype="FLOAT", format="WAV") as written:
-                    for block in recording.blocks(blocksize=RATE, dtype="float32"):
-                        written.write(stream.push(block))
-                    written.write(stream.flush())
-                seconds = recording.frames / RATE
-            draft.replace(target)
-        except soundfile.LibsndfileError as error:
-            raise UserError(f"--enhance {path} cannot be read: {error}") from None
-        finally:
-            draft.unlink(missing_ok=True)
-        factor = (time.monotonic() - began) / seconds
+
+    def enhance_one(recording, power: float, write: Callable) -> str:
+        stream, began = Stream(network, spec, delay, **options), time.monotonic()
+        for block in recording.blocks(blocksize=RATE, dtype="float32"):
+            write(stream.push(block))
+        write(stream.flush())
+        factor = (time.monotonic() - began) * RATE / recording.frames
         late = "  slower than it sounds: it would not keep up live" if factor >= 1 else ""
-        say(f"{target}  {seconds:.1f} s, real-time factor {factor:.2f}{late}")
+        return f", real-time factor {factor:.2f}{late}"
+
+    enhance_files(source, out, RATE, enhance_one)

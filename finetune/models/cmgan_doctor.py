@@ -13,6 +13,7 @@ import torch
 
 from common.config import UserError
 from common.pairs import Crops, open_pairs
+from common.report import read_records
 from common.runtime import Ranks, memory_gb, say
 from common.scorer import Scorer, collect
 from common.speech import pesq_wb
@@ -23,6 +24,8 @@ from models.cmgan import Discriminator
 PACKAGES = ("torch", "deepspeed", "pesq", "pystoi", "soundfile")
 LENGTHS = (31_999, 32_000, 32_050, 35_184)
 CROPS = 50
+# Of the run that is checked; everything else is the flags'.
+OF_THE_RUN = ("seconds", "probe", "window_seconds", "w_ri", "w_mag", "w_time", "w_gan", "precision")
 
 
 class Findings:
@@ -46,7 +49,7 @@ def diagnose(config, ranks: Ranks, scorer: Scorer) -> None:
     finite = all(value.isfinite().all() for value in generator.state_dict().values())
     found.add("finite", "every weight and running statistic", bool(finite))
 
-    path, held_out = data_of(config)
+    path, held_out = take_from_run(config)
     pairs = open_pairs(path, signal.RATE, config.verify_data, ranks)
     rows = pairs.rows_starting(held_out or [""])[: config.eval_files or None]
     crops = Crops(pairs, rows, config.seconds, config.seed)
@@ -56,36 +59,36 @@ def diagnose(config, ranks: Ranks, scorer: Scorer) -> None:
 
     missing = discriminator is None
     nets = (generator.to(ranks.device), (discriminator or Discriminator(config.disc_channels)).to(ranks.device))
+    check_memory(found, nets, batch, config, ranks)
     judge = cmgan_evaluate.Evaluation(pairs, rows, config, scorer, ranks)
-    values = cmgan_evaluate.means(judge.files(*nets)) | judge.shares(*nets)
+    weights = config.weights_at(1.0)
+    values = cmgan_evaluate.means(judge.files(nets, weights)) | judge.shares(nets, weights)
     check_output(found, values, judge.noisy)
     if missing:
         say("no discriminator in it: what it knows of PESQ and the shares of the GAN term are not checked")
     else:
         check_discriminator(found, judge.probe.judge(nets[1]), values)
     check_history(found, Path(config.diagnose))
-
-    nets[0].set_compute(config.gradient_checkpointing, config.precision == "bf16")
-    pair = signal.normalise(batch["noisy"][:1].to(ranks.device), batch["clean"][:1].to(ranks.device))
-    nets[0].train()
-    signal.generator_terms(signal.estimate(nets[0](signal.spectrum(pair.noisy)), pair), nets[1]).sum().backward()
-    peak = ", ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
-    found.add("memory", f"one crop of {config.seconds:g} s forward and backward peaks at {peak}", True)
     if ranks.world > 1:
         cmgan_watch.require_equal(ranks, *nets)
-        found.add("ranks", f"{ranks.world} ranks hold the same networks", True)
+        found.add("ranks", f"{ranks.world} ranks loaded the same networks", True)
     if found.failed:
         raise UserError(f"--diagnose {config.diagnose}: {len(found.failed)} checks failed: {', '.join(found.failed)}.")
 
 
-def data_of(config) -> tuple[str, list[str]]:
-    """--eval-data, or what the run was evaluated on: a dataset, and how the ids of it start."""
-    if config.eval_data:
-        return config.eval_data, []
+def take_from_run(config) -> tuple[str, list[str]]:
+    """Sets the config to what the run was trained with, where that is known. --eval-data, or what the run was
+    evaluated on: a dataset, and how the ids of it start."""
     for folder in (Path(config.diagnose), *Path(config.diagnose).parents[:2]):
         if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
             used = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
-            return (used["eval_data"], []) if used["eval_data"] else (used["data"], used["hold_out"])
+            for name in OF_THE_RUN:
+                setattr(config, name, used[name])
+            if path := config.eval_data or used["eval_data"]:
+                return path, []
+            return used["data"], used["hold_out"]
+    if config.eval_data:
+        return config.eval_data, []
     raise UserError("--diagnose needs pairs to listen to: give --eval-data.")
 
 
@@ -104,6 +107,16 @@ def check_losses(found: Findings, batch: dict) -> None:
     found.add(
         "lengths", f"{', '.join(map(str, LENGTHS))} samples come back whole" if not wrong else str(wrong), not wrong
     )
+
+
+def check_memory(found: Findings, nets: tuple, batch: dict, config, ranks: Ranks) -> None:
+    """Before anything larger than a crop went through the networks: the peak is of the whole process."""
+    nets[0].set_compute(config.gradient_checkpointing, config.precision == "bf16")
+    pair = signal.normalise(batch["noisy"][:1].to(ranks.device), batch["clean"][:1].to(ranks.device))
+    nets[0].train()
+    signal.generator_terms(signal.estimate(nets[0](signal.spectrum(pair.noisy)), pair), nets[1]).sum().backward()
+    peak = ", ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
+    found.add("memory", f"one crop of {config.seconds:g} s forward and backward: the process peaks at {peak}", True)
 
 
 def check_labels(found: Findings, crops: Crops, scorer: Scorer) -> None:
@@ -146,8 +159,7 @@ def check_history(found: Findings, run: Path) -> None:
     """The evaluations of a run folder: did loss and PESQ ever fall together?"""
     if not (run / "metrics.jsonl").is_file():
         return
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    history = [[r["loss"], r["pesq"]] for r in records if r.get("event") == "eval"]
+    history = [[r["loss"], r["pesq"]] for r in read_records(run / "metrics.jsonl") if r.get("event") == "eval"]
     bad = [end for end in range(len(history) + 1) if cmgan_watch.diverging(history[:end])]
     words = f"{len(history)} evaluations, best PESQ {max((pesq for _, pesq in history), default=float('nan')):.3f}"
     found.add("loss and PESQ agree", words + (f", apart from evaluation {bad[0]} on" if bad else ""), not bad)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from common.config import UserError
-from common.runtime import say
+from common.recordings import enhance_files
 from models import cmgan_signal as signal
 from models.cmgan_files import load_networks
 
@@ -62,48 +62,21 @@ def enhance(model, noisy: np.ndarray, window: int, device) -> np.ndarray:
 
 
 def enhance_folder(model, source: Path, out: Path, window: int, device) -> None:
-    """Every .wav and .flac below `source` to the same name below `out`, as 32-bit float that cannot clip."""
-    import soundfile
+    """Every recording below `source`, of any length in bounded memory, normalised by its whole power."""
 
-    if not source.is_dir():
-        raise UserError(f"--enhance {source} is not a folder.")
-    files = sorted(path for path in source.rglob("*") if path.suffix.lower() in (".wav", ".flac"))
-    if not files:
-        raise UserError(f"--enhance {source} holds no .wav or .flac file.")
-    if source.resolve() == out.resolve():
-        raise UserError("--enhance and --out are the same folder: the recordings would be overwritten.")
+    def enhance_one(recording, power: float, write: Callable) -> str:
+        def read(start: int, count: int) -> np.ndarray:
+            recording.seek(start)
+            return recording.read(count, dtype="float32")
+
+        over = 0
+        for block in enhance_blocks(model, read, recording.frames, scale_of(power), window, device):
+            over += int((np.abs(block) > 1).sum())
+            write(block)
+        return f", {over} samples beyond full scale" if over else ""
+
     model.eval()
-    for path in files:
-        target = (out / path.relative_to(source)).with_suffix(".wav")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{target.name}.tmp")
-        try:
-            with soundfile.SoundFile(path) as recording:
-                if recording.samplerate != signal.RATE or recording.channels != 1:
-                    raise UserError(
-                        f"--enhance {path} has {recording.samplerate} Hz and {recording.channels} channel(s);"
-                        f" CMGAN takes {signal.RATE} Hz mono: convert it first."
-                    )
-                length, over = recording.frames, 0
-                if not length:
-                    raise UserError(f"--enhance {path} is empty.")
-                blocks = recording.blocks(blocksize=signal.RATE * 60, dtype="float64")
-                scale = scale_of(sum(float(np.square(block).sum()) for block in blocks) / length)
-
-                def read(start: int, count: int, recording=recording) -> np.ndarray:
-                    recording.seek(start)
-                    return recording.read(count, dtype="float32")
-
-                with soundfile.SoundFile(draft, "w", signal.RATE, 1, subtype="FLOAT", format="WAV") as written:
-                    for block in enhance_blocks(model, read, length, scale, window, device):
-                        over += int((np.abs(block) > 1).sum())
-                        written.write(block)
-            draft.replace(target)
-        except soundfile.LibsndfileError as error:
-            raise UserError(f"--enhance {path} cannot be read: {error}") from None
-        finally:
-            draft.unlink(missing_ok=True)
-        say(f"{target}  {length / signal.RATE:.1f} s" + (f", {over} samples beyond full scale" if over else ""))
+    enhance_files(source, out, signal.RATE, enhance_one)
 
 
 def main(config) -> None:

@@ -6,13 +6,15 @@ import numpy as np
 import torch
 
 from common import samples
+from common.config import UserError
 from common.pairs import PairDataset, open_pairs
 from common.runs import Run
-from common.runtime import Ranks, all_sum, gather_names, say
-from common.scorer import Scorer
+from common.runtime import Ranks, all_sum, gather_names, say, still_alive
+from common.scorer import Scorer, measured
 from models import cmgan_files, cmgan_watch
 from models import cmgan_signal as signal
 from models.cmgan_enhance import enhance
+from models.cmgan_labels import start_counting_anew
 
 
 class Evaluation:
@@ -27,25 +29,23 @@ class Evaluation:
         say(f"evaluation on {len(rows)} files; the noisy input has PESQ {self.noisy['pesq']:.3f}, STOI"
             f" {self.noisy['stoi']:.3f}, SI-SDR {self.noisy['si_sdr']:.2f} dB")  # fmt: skip
 
-    def files(self, generator, discriminator) -> list[dict]:
-        weights = self.config.weights
-        options = (weights, self.window, self.scorer, self.ranks)
-        return measure_files(generator, discriminator, self.pairs, self.rows, *options)
+    def files(self, nets: tuple, weights: list[float]) -> list[dict]:
+        return measure_files(*nets, self.pairs, self.rows, weights, self.window, self.scorer, self.ranks)
 
-    def values(self, nets: tuple, run: Run, step: int) -> dict[str, float]:
+    def values(self, nets: tuple, run: Run, step: int, weights: list[float]) -> dict[str, float]:
         """Everything about both networks, the generator with its averaged weights; a table a file beside it."""
-        raw = {"pesq_raw": means(self.files(*nets))["pesq"]} if run.average.decay else {}
+        raw = {"pesq_raw": means(self.files(nets, weights))["pesq"]} if run.average.decay else {}
         with run.average.in_place():
-            rows = self.files(*nets)
-            shares = self.shares(*nets)
+            rows = self.files(nets, weights)
+            shares = self.shares(nets, weights)
         if self.ranks.first:
             write_table(run.folder / "evaluations" / f"step-{step:08d}.csv", rows)
         found = means(rows) | raw | shares | self.probe.judge(nets[1])
         return found | {"gain_error": abs(found["gain"] - 1), "noisy_pesq": self.noisy["pesq"]}
 
-    def shares(self, generator, discriminator) -> dict[str, float]:
+    def shares(self, nets: tuple, weights: list[float]) -> dict[str, float]:
         few = [side[:2].to(self.ranks.device) for side in (self.probe.noisy, self.probe.clean)]
-        return cmgan_watch.term_shares(generator, discriminator, *few, self.config.weights)
+        return cmgan_watch.term_shares(*nets, *few, weights)
 
 
 def evaluate(nets: tuple, evaluation: Evaluation | None, run: Run, step: int, extra: dict) -> float | None:
@@ -53,17 +53,26 @@ def evaluate(nets: tuple, evaluation: Evaluation | None, run: Run, step: int, ex
     if not evaluation:
         return None
     cmgan_watch.require_equal(run.ranks, *nets)
-    values = evaluation.values(nets, run, step)
-    values |= {"gan_level": extra["gate"]["level"], "pesq_invalid": extra["missing"] / max(1, extra["labels"])}
+    level = extra["gate"]["level"]
+    values = evaluation.values(nets, run, step, run.config.weights_at(level))
+    values |= {"gan_level": level, "pesq_invalid": extra["missing"] / max(1, extra["labels"])}
+    start_counting_anew(extra)
     run.tracker.event("eval", step, **values)
     say(f"evaluation at step {step}: PESQ {values['pesq']:.3f} (noisy {values['noisy_pesq']:.3f})  STOI"
         f" {values['stoi']:.3f}  SI-SDR {values['si_sdr']:.2f}  gain {values['gain']:.2f}  loss {values['loss']:.4f}"
         f"  D knows PESQ {values['d_pearson']:.2f}  missing labels {values['pesq_invalid']:.1%}")  # fmt: skip
     extra["history"] = [*extra["history"], [values["loss"], values["pesq"]]][-cmgan_watch.LOOK_BACK :]
-    for message in cmgan_watch.alarms(values, evaluation.noisy, extra["history"], extra["gate"]["level"]):
+    for message in cmgan_watch.alarms(values, evaluation.noisy, extra["history"], level):
         run.tracker.event("alarm", step, message=message)
         say(message)
     return -values["pesq"] if np.isfinite(values["pesq"]) else None
+
+
+def warn_if_worse(extra: dict) -> None:
+    """The export is the best of the training's evaluations, which may be worse than where it began."""
+    start, best = extra.get("start"), extra["best"]
+    if start is not None and best is not None and best > start:
+        say(f"warning: PESQ was {-start:.3f} before the training and {-best:.3f} at its best")
 
 
 def judge_discriminator(gate: cmgan_watch.Gate, evaluation: Evaluation, discriminator, run: Run, step: int) -> None:
@@ -85,20 +94,26 @@ def sample(nets: tuple, evaluation: Evaluation, run: Run, step: int) -> None:
             wave = enhance(nets[0], noisy, evaluation.window, run.ranks.device)
             for folder, sound in ((f"step-{step:08d}", wave), ("noisy", noisy), ("clean", clean)):
                 facts = {"name": f"file-{place:04d}", "text": evaluation.pairs.id(row)}
-                facts |= evaluation.scorer.measure(clean, sound).result()
+                facts |= measured(evaluation.scorer.measure(clean, sound))
                 samples.write_wave(run.folder / "samples" / folder, facts, sound, signal.RATE)
     nets[0].train()
     run.tracker.event("sample", step)
 
 
-def test(config, run: Run, scorer: Scorer, step: int) -> None:
+def open_test(config, ranks: Ranks) -> PairDataset | None:
+    """--test-data, opened before the training that it will judge: a mistake in it must not wait until then."""
+    if config.test_data and not config.export:
+        raise UserError("--test-data measures the export: not with --no-export.")
+    return open_pairs(config.test_data, signal.RATE, config.verify_data, ranks) if config.test_data else None
+
+
+def test(pairs: PairDataset, run: Run, scorer: Scorer, step: int) -> None:
     """The exported model on the test data. Nothing is chosen by it."""
     all_sum([0.0], run.ranks)  # the first rank's export is there
     generator, discriminator = cmgan_files.load_networks(str(run.folder / "export"))
     generator.to(run.ranks.device), discriminator.to(run.ranks.device)
-    pairs = open_pairs(config.test_data, signal.RATE, config.verify_data, run.ranks)
-    window = int(config.window_seconds * signal.RATE)
-    options = (config.weights, window, scorer, run.ranks)
+    window = int(run.config.window_seconds * signal.RATE)
+    options = (run.config.weights_at(1.0), window, scorer, run.ranks)
     rows = measure_files(generator, discriminator, pairs, np.arange(len(pairs)), *options)
     values = means(rows)
     if run.ranks.first:
@@ -127,6 +142,7 @@ def measure_files(
     discriminator.eval()
     mine = []
     for place in range(ranks.rank, len(rows), ranks.world):
+        still_alive()
         noisy, clean = sounds(pairs, rows[place])
         wave = enhance(model, noisy, window, ranks.device)
         pair = signal.normalise(*(torch.from_numpy(side)[None].to(ranks.device) for side in (noisy, clean)))
@@ -139,7 +155,7 @@ def measure_files(
         mine.append((row, scorer.measure(clean, wave)))
     model.train()
     discriminator.train()
-    rows_here = [row | score.result() for row, score in mine]
+    rows_here = [row | measured(score) for row, score in mine]
     return sorted(gather_names(rows_here, ranks), key=lambda row: row["place"])
 
 
@@ -149,7 +165,7 @@ def measure_noisy(pairs: PairDataset, rows, scorer: Scorer, ranks: Ranks) -> dic
     for place in range(ranks.rank, len(rows), ranks.world):
         noisy, clean = sounds(pairs, rows[place])
         waiting.append((place, scorer.measure(clean, noisy)))
-    rows_here = [{"place": place, **score.result()} for place, score in waiting]
+    rows_here = [{"place": place, **measured(score)} for place, score in waiting]
     return means(sorted(gather_names(rows_here, ranks), key=lambda row: row["place"]))
 
 

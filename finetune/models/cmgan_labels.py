@@ -83,7 +83,8 @@ class Labels:
         return [(*sides, item["labels"], item["valid"])]
 
     def _remember(self, step: int, slot: int, estimate: signal.Estimate, labels, valid) -> None:
-        item = {"step": step, "slot": slot, "clean": estimate.pair.clean, "made": estimate.wave}
+        made = estimate.wave.nan_to_num(0.0, 0.0, 0.0)  # has no label, and its mask of 0 times NaN would be NaN
+        item = {"step": step, "slot": slot, "clean": estimate.pair.clean, "made": made}
         self.store.append(item | {"labels": labels, "valid": valid})
         # Only this slot's: another one of the same rank may still want what is old by now.
         self.store = [item for item in self.store if item["slot"] != slot or item["step"] > step - self.memory]
@@ -122,8 +123,15 @@ def valid_counts(batches: list[Labelled]) -> list[float]:
     return counts
 
 
+def start_counting_anew(extra: dict) -> None:
+    """At an evaluation: a good past must not hide labels that begin to miss."""
+    if extra["labels"] >= ENOUGH:
+        extra |= {"labels": 0, "missing": 0, "reasons": {}}
+
+
 def count_missing(extra: dict, mine: list[str], missing: int, sounds: int, step: int, run: Run) -> None:
-    """Counts the labels that PESQ gave no value for, by reason; too many end the run."""
+    """Counts the labels that PESQ gave no value for, by reason, since the last evaluation that had enough of them to
+    judge by; too many end the run."""
     extra["labels"] += sounds
     extra["missing"] += missing
     if missing:  # of all ranks: every one of them comes here
@@ -133,7 +141,8 @@ def count_missing(extra: dict, mine: list[str], missing: int, sounds: int, step:
             extra["reasons"][reason] = extra["reasons"].get(reason, 0) + 1
         run.tracker.event("pesq_missing", step, ids=names)
     if extra["labels"] >= ENOUGH and extra["missing"] > run.config.max_pesq_invalid * extra["labels"]:
+        run.wait_for_checkpoint()
         raise UserError(
-            f"{extra['missing']} of {extra['labels']} sounds have no PESQ ({extra['reasons']}; --max-pesq-invalid):"
-            " metrics.jsonl names them."
+            f"{extra['missing']} of the last {extra['labels']} sounds have no PESQ ({extra['reasons']};"
+            " --max-pesq-invalid): metrics.jsonl names them."
         )

@@ -162,6 +162,16 @@ class Gate:
         self.open, self.level = state["open"], state["level"]
 
 
+def gate_of(config, held_out: int) -> Gate:
+    """--gate and its levels; `held_out`: sounds to judge the discriminator by."""
+    used = config.gate == "on" or (config.gate == "auto" and bool(config.model))
+    if used and not held_out:
+        raise UserError("--gate needs held-out sounds to judge the discriminator: give --eval-data or --hold-out.")
+    if config.gate_close > config.gate_open:
+        raise UserError(f"--gate-close {config.gate_close:g} is above --gate-open {config.gate_open:g}.")
+    return Gate(used, config.gate_open, config.gate_close, config.gan_ramp)
+
+
 # ---- alarms ----------------------------------------------------------------------------------------------------
 
 

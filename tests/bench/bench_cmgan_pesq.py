@@ -57,7 +57,7 @@ def main() -> None:
     ds = resolve_ds("ds_configs/zero2.json", config, 1)
     engines = cmgan.start_engines(*cmgan.build_model(config, ds), config, ds)
     crops, _, _ = cmgan.build_data(config, ranks)
-    weights = torch.tensor(config.weights)
+    weights = torch.tensor(config.weights_at(1.0))
 
     class AtOnce:
         """Labels that cost nothing."""

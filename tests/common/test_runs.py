@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from common.config import RunConfig, UserError
-from common.runs import FREE_TO_CHANGE, _make_writable, fresh, identity, replace, run_folder, write_config
+from common.runs import FREE_TO_CHANGE, fresh, identity, make_writable, replace, run_folder, write_config
 
 
 def test_every_field_that_is_free_to_change_exists():
@@ -51,7 +51,7 @@ def test_the_run_folder_is_out_or_named_after_recipe_and_time(one_rank):
 def test_a_folder_that_cannot_be_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match=r"--out .*file/run cannot be made \(Not a directory\)"):
-        _make_writable(tmp_path / "file" / "run")
+        make_writable(tmp_path / "file" / "run")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
@@ -59,7 +59,7 @@ def test_a_folder_on_a_read_only_disk_is_a_sentence(tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k,ro", "tmpfs", tmp_path], check=True)
     try:
         with pytest.raises(UserError, match=f"--out {tmp_path} cannot be written to"):
-            _make_writable(tmp_path)
+            make_writable(tmp_path)
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 

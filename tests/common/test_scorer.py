@@ -12,7 +12,8 @@ import support
 from support import voice as sounds
 
 from common import scorer as scorer_module
-from common.scorer import Scorer, collect, processes_a_rank
+from common.config import UserError
+from common.scorer import Scorer, collect, measured, processes_a_rank
 from common.speech import measure, pesq_wb
 
 
@@ -46,6 +47,11 @@ def test_a_process_that_dies_is_a_missing_label():
     dying = Scorer(1)
     values, reasons = collect([dying.pool.submit(os._exit, 1)])
     assert np.isnan(values).all() and reasons == ["BrokenProcessPool"]
+    sounds = np.zeros((2, 8000), np.float32)
+    values, reasons = collect(dying.pesq(sounds, sounds))  # and so are all that come after it
+    assert np.isnan(values).all() and reasons == ["BrokenProcessPool"] * 2
+    with pytest.raises(UserError, match="a process that measures sounds died"):
+        measured(dying.measure(sounds[0], sounds[0]))
 
 
 def test_the_share_of_the_cores(monkeypatch):

@@ -83,14 +83,22 @@ def test_a_folder_of_recordings(tmp_path, capsys):
     assert max(model.frames) <= 321 and not list(tmp_path.rglob(".*.tmp"))
 
 
+NOT_FINITE = np.array([0.1] * 900 + [np.nan] + [0.1] * 900)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda folder: soundfile.write(folder / "x.wav", np.zeros(900), 8000), "has 8000 Hz and 1 channel"),
-        (lambda folder: soundfile.write(folder / "x.wav", np.zeros((900, 2)), 16000), "16000 Hz and 2 channel"),
-        (lambda folder: soundfile.write(folder / "x.wav", np.zeros(0), 16000), "is empty"),
+        (lambda folder: soundfile.write(folder / "x.wav", np.zeros(900), 8000), "has 8000 Hz, 1 channel"),
+        (lambda folder: soundfile.write(folder / "x.wav", np.zeros((900, 2)), 16000), "16000 Hz, 2 channel"),
+        (lambda folder: soundfile.write(folder / "x.wav", np.zeros(0), 16000), "and 0 samples"),
+        (lambda folder: soundfile.write(folder / "x.wav", NOT_FINITE, 16000, subtype="FLOAT"), "are not finite"),
+        (
+            lambda folder: [soundfile.write(folder / f"x{end}", np.zeros(900), 16000) for end in (".wav", ".flac")],
+            "a .wav and a .flac of one name",
+        ),
         (lambda folder: (folder / "x.wav").write_bytes(b"no sound"), "cannot be read"),
-        (lambda folder: None, "holds no .wav"),
+        (lambda folder: None, "is not a folder with .wav"),
     ],
 )
 def test_what_cannot_be_enhanced_is_named(make, sentence, tmp_path):

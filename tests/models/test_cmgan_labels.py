@@ -136,3 +136,13 @@ def test_the_past_is_remembered_chosen_by_key_saved_and_restored(estimate, score
             expected = recalled
     assert all(torch.equal(a, b) for a, b in zip(expected[0], recalled[0], strict=True))
     assert Labels(scorer, False, 0, 0).state() is None
+
+
+def test_an_estimate_that_was_not_finite_costs_no_later_step(estimate, scorer):
+    labels = Labels(scorer, False, 2, seed=5)
+    broken = part(estimate, [0])
+    broken.wave = torch.full_like(broken.wave, float("nan"))
+    labels.collect(0, labels.submit(0, broken, ["a"]))
+    later = labels.collect(1, labels.submit(0, part(estimate, [1]), ["b"]))
+    loss = discriminator_loss(Discriminator(4), (later, 1.0, valid_counts([later])))
+    assert len(later.past) == 1 and bool(loss.isfinite()) and valid_counts([later]) == [1.0]

@@ -134,3 +134,16 @@ def test_silent_evaluation_data_is_refused(scorer, tmp_path):
     data = PairDataset(str(support.write_pairs(tmp_path / "pairs", rows)), 16000)
     with pytest.raises(UserError, match="only 0 of 8 probe sounds"):
         watch.Probe(data, np.arange(2), 8, 8000, 0, scorer, ONE)
+
+
+def test_ranks_with_unequal_networks_are_found(monkeypatch):
+    """One running statistic of one of 8 BatchNorms is enough."""
+    torch.manual_seed(0)
+    mine, other = TSCNet(4), TSCNet(4)
+    other.load_state_dict(mine.state_dict())
+    of_two = [mine, other]
+    monkeypatch.setattr(watch, "gather_names", lambda *_: [watch.fingerprint(model) for model in of_two])
+    watch.require_equal(ONE, mine)
+    next(value for name, value in other.state_dict().items() if "running_mean" in name)[0] += 1e-6
+    with pytest.raises(AssertionError, match="the ranks' networks differ"):
+        watch.require_equal(ONE, mine)

@@ -75,10 +75,13 @@ class Config(PairConfig):
     loss: Literal["dp", "dsm", "dsm_unweighted"] = flag("dp", "dp: clean speech, any delay; dsm: the score")
     output_scale: Literal["auto", "none", "sigma", "time"] = flag("auto", "auto = none for dp, sigma for dsm")
     times: Literal["jitter", "random", "grid"] = flag("jitter", "how a crop's times are drawn")
-    context_time: float = flag(0.0, "time that the context is labelled with; 1 = official weights of scale time")
+    context_time: float = flag(0.0, "time of the context; 1 = official weights of scale time", low=0, high=1)
     context_noise: float = flag(0.0, "share of the crops whose context is not clean", low=0, high=1)
     context_own: float = flag(0.0, "share of the steps whose context is the network's own", low=0, high=1)
     level: Literal["none", "track"] = flag("none", "track: frames are brought to one level by those before them")
+    phase: Literal["auto", "start", "middle"] = flag(
+        "auto", "of a bin, from its window's start (official weights; ncsnpp) or middle (block_causal)"
+    )
     gain_low: float = flag(-12.0, "keyed random level of a crop in dB, from")
     gain_high: float = flag(6.0, "to")
     pad_short: bool = flag(False, "accept clips shorter than the buffer: silence comes before them")
@@ -135,7 +138,7 @@ from common.scorer import Scorer
 from common.track import Meter, due
 from models import buffer_signal as signal
 from models.buffer_data import Windows, buffer_size
-from models.buffer_evaluate import Evaluation, evaluate, sample
+from models.buffer_evaluate import Evaluation, evaluate, sample, shown_score
 from models.buffer_files import load_network, write_export
 from models.buffer_signal import Spec, batch_to_loss, spec_of
 from models.buffer_stream import Traced, enhance_folder, say_latency
@@ -229,7 +232,8 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
     halved = memory.fit_micro_batch(lambda: try_loss(model, build(0), loss_of, config, ranks), config, ranks)
     ds = resolve_ds(config.ds, config, ranks.world) if halved else ds
     needs = memory.say_needs(model, ds, config, ranks)
-    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("GroupNorm",), betas=(0.9, 0.999))
+    options = {"no_decay": ("GroupNorm", "out_layers.0"), "betas": (0.9, 0.999)}
+    ds_engine = engine.start_engine(model, loss_of, config, ds, **options)
     average = engine.Average(ds_engine, config.ema)
     if config.dry_run:
         dry_run(ds_engine, build, crops * spec.bins * buffer_size(0, spec, config), needs, config, ranks)
@@ -293,7 +297,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         if last or due(config.eval_every, done):
             score = evaluate(model, evaluation, run, done)
             if judge(extra, score, config) and config.export:
-                export(model, spec, run, {"step": done, config.best_by: abs(score)})
+                export(model, spec, run, {"step": done, "best": shown_score(score, config.best_by)})
         if last or totals.stop or due(config.save_every, done):
             run.save(done, score, extra)
         if totals.stop and not last:

@@ -346,8 +346,9 @@ def load(path: Path, engine, average, ranks: Ranks, identity: dict, force: bool 
 
 def _refuse_other_steps(path: Path, then: dict, now: dict) -> None:
     """Other ranks are fine if an optimizer step still holds the same micro-batches, and all states can be cut anew."""
-    sizes = [identity["ranks"] * identity["accumulation"] for identity in (then, now)]
-    if sizes[0] != sizes[1]:
+    # Where --accumulation may change from run to resume, the fingerprint holds the size of a step.
+    sizes = [identity["ranks"] * identity["accumulation"] for identity in (then, now) if "accumulation" in identity]
+    if len(set(sizes)) > 1:
         raise UserError(
             f"checkpoint {path}: ranks x --accumulation was {sizes[0]} and is {sizes[1]}; keep the product, so that"
             " every step trains the same micro-batches."

@@ -79,7 +79,7 @@ def evaluate(network, evaluation: Evaluation | None, run: Run, step: int) -> flo
     last, noisy = at[spec.buffer], at[0]
     values = {name: last[name] for name in ("loss", *SHOWN)}
     values |= {"si_sdr_gain": last["si_sdr"] - noisy["si_sdr"], "noisy_pesq": noisy["pesq"]}
-    values |= {"not_finite": float(sum(not np.isfinite(row["sdr"]) for row in rows))}
+    values |= {"not_finite": float(sum(not np.isfinite(row["loss"]) for row in rows))}
     bins = by_snr(rows, spec.buffer)
     values |= {f"si_sdr_gain_{name}": found["si_sdr_gain"] for name, found in bins.items()}
     run.tracker.event("eval", step, **values)
@@ -93,7 +93,12 @@ def evaluate(network, evaluation: Evaluation | None, run: Run, step: int) -> flo
     score = values[evaluation.config.best_by]
     if not np.isfinite(score) or values["not_finite"]:
         return None
-    return -score if HIGHER_IS_BETTER[evaluation.config.best_by] else score
+    return shown_score(score, evaluation.config.best_by)
+
+
+def shown_score(score: float, metric: str) -> float:
+    """From a metric to a score, of which the smaller is better, and back."""
+    return -score if HIGHER_IS_BETTER[metric] else score
 
 
 def by_snr(rows: list[dict], delay: int) -> dict[str, dict]:

@@ -64,20 +64,42 @@ def require_same(found: Spec, wanted: Spec, path: str) -> None:
         raise UserError(f"--model {path} was trained otherwise: {', '.join(differ)}. Give the same flags.")
 
 
+class Ignored:
+    """Stands for every class and function that a pickle names, none of which is imported or called."""
+
+    def __new__(cls, *_, **__):
+        return object.__new__(cls)
+
+    def __init__(self, *_, **__):
+        pass
+
+
 def read_file(path: Path) -> dict:
-    """Safetensors, or a pickle of which nothing but tensors and plain containers is ever loaded."""
+    """Safetensors, or a pickle of which nothing but tensors and plain containers is ever loaded.
+
+    Lightning's files also hold the trainer's arguments, some of which are classes of the official code.
+    """
     try:
-        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(Ignored, name) for name in foreign]):
+            content = torch.load(path, "cpu", weights_only=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--model {path}: {str(error).splitlines()[0]}") from None
     except Exception as error:  # torch raises whatever the damaged or foreign pickle makes it raise
         raise UserError(f"--model {path} is no plain checkpoint of tensors ({type(error).__name__}).") from None
+    if not isinstance(content, dict):
+        raise UserError(f"--model {path} holds a {type(content).__name__}, not named weights.")
+    return content
 
 
 def import_lightning(path: Path, spec: Spec) -> nn.Module:
     """The official trainer's file: weights below state_dict, their average as a bare list below ema."""
     content = read_file(path)
     weights = content.get("state_dict", content)
+    if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
+        raise UserError(f"--model {path} is no plain checkpoint of tensors.")
     weights = {re.sub(r"^(dnn\.)?(_orig_mod\.)?", "", name): value for name, value in weights.items()}
     weights = {name: value for name, value in weights.items() if not name.endswith(NO_WEIGHTS)}
     if any(".Dense_0." in name for name in weights):
@@ -90,7 +112,7 @@ def import_lightning(path: Path, spec: Spec) -> nn.Module:
     if first is None:
         raise UserError(f"--model {path} holds no network of the Diffusion Buffer.")
     last = weights.get("down_layers.3.Conv_1.weight")
-    found = {"network": "block_causal" if causal else "ncsnpp", "width": len(first)}
+    found = {"network": "block_causal" if causal else "ncsnpp", "width": len(first), "phase": "start"}
     if last is not None:
         found["block"] = 32 if last.shape[-1] == 5 else 16
     require_same(dataclasses.replace(spec, **found), spec, str(path))
@@ -129,5 +151,5 @@ def write_export(folder: Path, network: nn.Module, spec: Spec, facts: dict) -> N
     fresh(draft)
     weights = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
     save_file(weights, draft / "model.safetensors")
-    write_json(draft / "config.json", {"model_type": "diffusion_buffer"} | FIXED | dataclasses.asdict(spec) | facts)
+    write_json(draft / "config.json", {"model_type": "diffusion_buffer"} | facts | FIXED | dataclasses.asdict(spec))
     replace(draft, final)

@@ -12,7 +12,7 @@ import torch
 
 from common import keyed
 from common.config import UserError
-from models.diffusion_buffer import WIDTHS, BlockCausal, NCSNpp
+from models.diffusion_buffer import WIDTHS, BlockCausal, NCSNpp, groups_of
 
 RATE = 16000
 POWER, FACTOR = 0.5, 0.15  # v -> FACTOR |v|^POWER with v's phase
@@ -41,6 +41,7 @@ class Spec:
     output_scale: str = "none"
     context_time: float = 0.0
     level: str = "none"
+    phase: str = "start"
 
     @property
     def bins(self) -> int:
@@ -64,11 +65,14 @@ def spec_of(config) -> Spec:
     values["width"] = config.width or WIDTHS[config.network]
     if config.output_scale == "auto":
         values["output_scale"] = "none" if config.loss == "dp" else "sigma"
+    if config.phase == "auto":
+        values["phase"] = "start" if config.network == "ncsnpp" else "middle"
     bins_by, frames_by = (NCSNpp if config.network == "ncsnpp" else BlockCausal).multiple_of
     values["frames"] = -(-config.frames // frames_by) * frames_by
     spec = Spec(**values)
-    if spec.width % 8:
-        raise UserError(f"--width {spec.width} is not a multiple of 8.")
+    channels = [spec.width * factor for factor in ((1, 2, 3, 4) if spec.network == "ncsnpp" else (1, 2, 4))]
+    if spec.width % 8 or any(size % groups_of(size) for size in channels):
+        raise UserError(f"--width {spec.width} is refused: it takes 8, 16, 24, 32, 64, 96, 128 or their like.")
     if spec.bins % bins_by or spec.n_fft % 2:
         raise UserError(
             f"--n-fft {spec.n_fft} gives {spec.bins} bins; --network {spec.network} needs a multiple of {bins_by},"
@@ -88,6 +92,8 @@ def spec_of(config) -> Spec:
         )
     if spec.sde_c <= 0 or spec.sde_k <= 1:
         raise UserError(f"--sde-c {spec.sde_c:g} must be above 0 and --sde-k {spec.sde_k:g} above 1.")
+    if config.gain_low > config.gain_high:
+        raise UserError(f"--gain-low {config.gain_low:g} is above --gain-high {config.gain_high:g}.")
     if config.context_own and config.loss != "dp":
         raise UserError(f"--context-own takes estimates of clean speech, which --loss {config.loss} does not make.")
     if config.buffer_low and not 4 <= config.buffer_low <= spec.buffer:
@@ -121,12 +127,24 @@ def expand(values: torch.Tensor) -> torch.Tensor:
 def spectra(waves: torch.Tensor, spec: Spec) -> torch.Tensor:
     """(N, (K - 1) hop + n_fft) samples -> (N, F, K) compressed; no padding: the samples around are in the waves."""
     bins = torch.stft(waves, spec.n_fft, spec.hop, window=window(spec, waves.device), center=False, return_complex=True)
-    return compress(bins)
+    return compress(bins) * turned(spec, waves.device)[:, None]
+
+
+def turned(spec: Spec, device=None) -> torch.Tensor:
+    """(F,) signs that turn a bin's phase from the window's start to --phase, and back.
+
+    Counted from its start, every sound of a window changes its sign from bin to bin: where a network's first step is
+    a low-pass over the bins, as block_causal's is, 3 % of the speech pass it. From the middle, neighbours agree.
+    """
+    signs = torch.ones(spec.bins, device=device)
+    if spec.phase == "middle":
+        signs[1::2] = -1
+    return signs
 
 
 def analyse(samples: torch.Tensor, spec: Spec) -> torch.Tensor:
     """One of the frames of a stream: (n_fft,) samples -> (F,)."""
-    return compress(torch.fft.rfft(samples * window(spec, samples.device)))
+    return compress(torch.fft.rfft(samples * window(spec, samples.device))) * turned(spec, samples.device)
 
 
 def whole_spectrum(wave: torch.Tensor, spec: Spec, frames: int) -> torch.Tensor:
@@ -170,11 +188,11 @@ def inference_times(spec: Spec) -> np.ndarray:
 def training_times(spec: Spec, how: str, *key) -> np.ndarray:
     """(B,) ascending, the first t_eps.
 
-    jitter: one in each cell around the points of the grid; random: sorted uniform ones; grid: always the same.
+    jitter: one in each cell around the stream's times; random: sorted uniform ones up to t_max; grid: always the same.
     """
-    grid = np.linspace(spec.t_eps, spec.t_max, spec.buffer)
     if how == "grid":
-        return grid
+        return np.linspace(spec.t_eps, spec.t_max, spec.buffer)
+    grid = inference_times(spec)
     draw = keyed.generator(*key, "times").random(spec.buffer - 1)
     if how == "random":
         return np.concatenate([[spec.t_eps], np.sort(spec.t_eps + draw * (spec.t_max - spec.t_eps))])

@@ -114,12 +114,13 @@ class Overlap:
         squares = torch.nn.functional.pad(shape.square(), (0, places * spec.hop - spec.n_fft))
         total = squares.reshape(places, spec.hop).sum(0).repeat(places)[: spec.n_fft]
         self.shape = shape / total
+        self.turned = signal.turned(spec, device)
         self.tail = torch.zeros(spec.n_fft, device=device)
         self.skip = spec.n_fft // 2  # what lies before the first sample
 
     def push(self, frame: torch.Tensor) -> torch.Tensor:
         """(F,) compressed -> the samples that are now final."""
-        self.tail = self.tail + torch.fft.irfft(signal.expand(frame), self.spec.n_fft) * self.shape
+        self.tail = self.tail + torch.fft.irfft(signal.expand(frame) * self.turned, self.spec.n_fft) * self.shape
         final = self.tail[: self.spec.hop]
         self.tail = torch.cat([self.tail[self.spec.hop :], torch.zeros(self.spec.hop, device=final.device)])
         cut = min(self.skip, len(final))
@@ -141,7 +142,8 @@ class Stream:
 
     @torch.inference_mode()
     def push(self, samples: np.ndarray) -> np.ndarray:
-        samples = np.asarray(samples, dtype=np.float32)
+        # A broken sample becomes a click; left alone it would be in every frame from then on.
+        samples = np.nan_to_num(np.asarray(samples, dtype=np.float32), nan=0.0, posinf=0.0, neginf=0.0)
         assert samples.ndim == 1, f"a stream takes one channel, not an array of shape {samples.shape}"
         self.taken += len(samples)
         return self._feed(torch.from_numpy(samples).to(self.device))

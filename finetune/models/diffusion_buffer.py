@@ -43,8 +43,12 @@ def linear(inside: int, outside: int) -> nn.Linear:
     return layer
 
 
+def groups_of(channels: int) -> int:
+    return min(channels // 4, 32)
+
+
 def norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(min(channels // 4, 32), channels, eps=1e-6)
+    return nn.GroupNorm(groups_of(channels), channels, eps=1e-6)
 
 
 def fir_down(x: torch.Tensor, both: bool = True) -> torch.Tensor:
@@ -90,7 +94,9 @@ def complex_output(h: torch.Tensor) -> torch.Tensor:
 class Fourier(nn.Module):
     def __init__(self, size: int):
         super().__init__()
-        self.W = nn.Parameter(torch.randn(size) * FOURIER_SCALE, requires_grad=False)
+        # Not of the global random state: it is in no checkpoint of a run, and must be the same after any resume.
+        draw = torch.Generator().manual_seed(0)
+        self.W = nn.Parameter(torch.randn(size, generator=draw) * FOURIER_SCALE, requires_grad=False)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         angle = value[:, :, None] * self.W * (2 * math.pi)
@@ -237,7 +243,7 @@ class CumulativeNorm(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.groups = min(channels // 4, 32)
+        self.groups = groups_of(channels)
         self.gain = nn.Parameter(torch.ones(1, channels, 1, 1))
         self.bias = nn.Parameter(torch.zeros(1, channels, 1, 1))
 

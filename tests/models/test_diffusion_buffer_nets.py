@@ -111,7 +111,9 @@ def test_no_weight_is_without_gradient():
 
 
 def lightning(network, path, average=None, prefix="dnn."):
+    """As the official trainer writes it, with a class of its own among the arguments."""
     content = {"state_dict": {prefix + k: v for k, v in network.state_dict().items()}, "epoch": 3}
+    content["hyper_parameters"] = {"data_module_cls": Spec, "made": Spec(), "lr": 1e-4}
     if average is not None:
         content["ema"] = {"decay": 0.999, "num_updates": 10, "shadow_params": average}
     torch.save(content, path)
@@ -160,7 +162,16 @@ def test_foreign_checkpoints_are_refused_by_name(tmp_path):
     torch.save({"state_dict": Payload()}, tmp_path / "evil.ckpt")
     with pytest.raises(UserError, match="no plain checkpoint"):
         buffer_files.load_network(str(tmp_path / "evil.ckpt"), SMALL)
+    lightning(NCSNpp(8), tmp_path / "hidden.ckpt")
+    hidden = torch.load(tmp_path / "hidden.ckpt", weights_only=False)
+    torch.save(hidden | {"hyper_parameters": {"x": Payload()}}, tmp_path / "hidden.ckpt")
+    buffer_files.load_network(str(tmp_path / "hidden.ckpt"), SMALL)  # loads, and nothing in it has run
     assert not (tmp_path / "ran").exists()
+    torch.save([torch.ones(2)], tmp_path / "list.ckpt")
+    with pytest.raises(UserError, match="holds a list, not named weights"):
+        buffer_files.load_network(str(tmp_path / "list.ckpt"), SMALL)
+    with pytest.raises(UserError, match=r"--phase middle \(it has start\)"):
+        buffer_files.load_network(str(tmp_path / "hidden.ckpt"), dataclasses.replace(SMALL, phase="middle"))
 
 
 def test_an_export_knows_its_settings_and_refuses_others(tmp_path):

@@ -86,9 +86,14 @@ ask_to_stop() {
     stop_asked=1
     [[ -n $1 ]] || return 0 # not started yet: run_recipe looks at stop_asked
     ranks=$(rank_pids "$1")
-    echo "asking the ranks to save and stop" >&2
-    # shellcheck disable=SC2086  # one word a process id
-    if [[ -n $ranks ]]; then kill -TERM $ranks 2>/dev/null || true; else end_session "$1"; fi
+    if [[ -n $ranks ]]; then
+        # shellcheck disable=SC2086  # one word a process id
+        kill -TERM $ranks 2>/dev/null || true
+    else
+        kill -TERM "$1" 2>/dev/null || true # in its first moment it has no session of its own yet
+        end_session "$1"
+    fi
+    echo "asking the ranks to save and stop" >&2 || true # the terminal may be closed
 }
 
 # The job runs in a session of its own, so what is left of it can be found and ended.
@@ -108,14 +113,13 @@ final_code() {
     rm -rf "$scratch"
     case $outcome in
         none) ((code)) || code=1 ;;
-        0) [[ -z $stop_asked ]] || code=0 ;; # the signal came when all was done
         *) code=$outcome ;;
     esac
     echo "$code"
 }
 
 run_recipe() {
-    local recipe=$1 ranks="" ranks_given arguments=() placement=() gpus scratch runner="" code=0
+    local recipe=$1 ranks="" ranks_given arguments=() placement=() gpus scratch port runner="" code=0
     shift
     while (($#)); do
         case $1 in
@@ -146,10 +150,11 @@ run_recipe() {
     scratch=$(mktemp -d)
     export AUDIO_FINETUNE_OUTCOME=$scratch/outcome
 
+    port=$(free_port)
     stop_asked=""
     trap 'ask_to_stop "$runner"' TERM INT USR1 HUP
     # The shell would let it ignore SIGINT, as it does with everything in the background.
-    env --default-signal=INT setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" --master_port "$(free_port)" \
+    env --default-signal=INT setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" --master_port "$port" \
         "$root/finetune/$recipe.py" "${arguments[@]}" &
     runner=$!
     if [[ -n $stop_asked ]]; then ask_to_stop "$runner"; fi
@@ -183,7 +188,7 @@ run_in_slurm() {
     scratch=$(mktemp -d) # on the first node, where the first rank is
     export AUDIO_FINETUNE_OUTCOME=$scratch/outcome
 
-    trap 'stop_asked=1; echo "asking the ranks to save and stop" >&2' USR1 TERM
+    trap 'stop_asked=1; echo "asking the ranks to save and stop" >&2 || true' USR1 TERM
     # shellcheck disable=SC2016  # the variables of each task, not of this script
     # --overcommit: without --ntasks-per-node the job owns one core a node, which is no reason to refuse its GPUs.
     srun --ntasks="$((per_node * SLURM_JOB_NUM_NODES))" --ntasks-per-node="$per_node" --overcommit --kill-on-bad-exit=1 --wait=60 bash -c '
@@ -215,12 +220,14 @@ run_in_slurm() {
 
 # A task of an array encodes its part. What was finished is on disk: a task that has to stop starts again.
 encode_in_slurm() {
-    local encoder="" code=0
+    local encoder="" code=0 job=$SLURM_JOB_ID
     if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+        job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task has the id of the whole array
         # shellcheck disable=SC2153  # SLURM's own names
         set -- "$@" --shard "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT"
     fi
-    trap 'kill "$encoder"; echo "requeueing job $SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"' USR1 TERM
+    # Not on TERM: a job that scancel ends must not come back.
+    trap 'kill "$encoder"; echo "requeueing job $job"; scontrol requeue "$job"' USR1
     "$venv/bin/python" "$root/data/encode.py" "$@" &
     encoder=$!
     wait "$encoder" || code=$?

@@ -35,6 +35,7 @@ JOB = (
 ).split()
 KINDS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
 STUCK = 120  # seconds without a word
+SAVE_SECONDS = 0.1  # of a save of this run, writing, checksums, rename and retention together
 
 
 def main() -> int:
@@ -99,9 +100,8 @@ def strike(job, run: Path, draw: random.Random) -> str:
     kind = draw.choice(list(KINDS) + ["kill"] * 3)  # mostly without a warning
     victim = draw.choice(job.victims)
     if draw.random() < 0.4:  # while a checkpoint is written
-        moment, delay = "save", draw.random() * 0.01
-        folder = run / "checkpoints"
-        reached = job.wait_until(lambda: folder.is_dir() and any(folder.glob(".step-*.tmp")))
+        moment, delay = "save", draw.random() * SAVE_SECONDS
+        reached = job.wait_until(lambda: is_saving(run, job.began))
     else:
         moment, delay = "step", draw.random() * 2.5
         reached = job.wait_until(lambda: (run / "metrics.jsonl").exists())
@@ -111,13 +111,21 @@ def strike(job, run: Path, draw: random.Random) -> str:
     return f"{kind} {victim} {moment}" if job.hit(victim, KINDS[kind]) else ""
 
 
+def is_saving(run: Path, since: float) -> bool:
+    """A draft of a checkpoint is there that is no remainder of an earlier kill."""
+    try:
+        return any(draft.stat().st_mtime > since for draft in (run / "checkpoints").glob(".step-*.tmp"))
+    except FileNotFoundError:  # it was renamed meanwhile
+        return False
+
+
 class Forked:
     """Two ranks, forked; this process is their launcher: when one dies, it ends the other as DeepSpeed's would."""
 
     victims = ("rank 0", "rank 1", "all ranks")
 
     def __init__(self, run: Path):
-        self.log = Path(f"{run}.log")
+        self.log, self.began = Path(f"{run}.log"), time.time()
         port = support.free_port()
         self.pids = [self._fork(rank, run, port) for rank in range(2)]
         self.codes = {}
@@ -186,7 +194,7 @@ class Launched:
     victims = ("rank 1", "launcher", "runner", "launch.sh")
 
     def __init__(self, run: Path):
-        self.run, self.log = run, Path(f"{run}.log")
+        self.run, self.log, self.began = run, Path(f"{run}.log"), time.time()
         words = [ROOT / "launch.sh", "dia_lora", "--ds", ROOT / "ds_configs/zero2.json", *JOB, "--out", run]
         environment = support.environment(AUDIO_FINETUNE_ENV=str(Path(support.PYTHON).parents[1]))
         with open(self.log, "a") as stream:
@@ -200,16 +208,14 @@ class Launched:
         return True
 
     def hit(self, victim: str, number: int) -> bool:
-        pids = faults.job_processes(self.run)
-        if victim == "launch.sh" and number != signal.SIGKILL:
-            pids[victim] = self.shell.pid
+        pids = faults.job_processes(self.run) | {"launch.sh": self.shell.pid}
         if victim not in pids or self.shell.poll() is not None:
             return False
         os.kill(pids[victim], number)
         return True
 
     def end(self, seconds: float) -> list[int] | None:
-        while self.shell.poll() is None:
+        while self.shell.poll() is None or faults.job_processes(self.run):  # which may outlive a killed launch.sh
             if time.time() > last_word(self.log) + seconds:
                 self.shell.kill()
                 for pid in faults.job_processes(self.run).values():

@@ -1,9 +1,11 @@
 """Kill it, stop it, start it again: the result is the uninterrupted run's, bit for bit."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
+import threading
 import time
 
 import faults
@@ -123,19 +125,61 @@ def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tm
     assert_same_run(run, whole)
 
 
+def test_a_killed_launch_sh_leaves_no_job_and_a_second_run_in_the_folder_is_refused(demo, tmp_path):
+    run = tmp_path / "run"
+    words = [*job(run), "--steps", "5000", "--save-every", "5000", "--eval-every", "0"]
+    started = launch_sh(words)
+    support.wait_for_step(run, 2)
+    codes, [output] = support.run_recipe(*words, world=1)
+    assert codes == [2] and f"--out {run} is being written to by a run that has not ended" in output
+    os.kill(started.pid, signal.SIGKILL)
+    faults.assert_no_orphans(run)
+    last = support.metrics(run)[-1]
+    assert last["event"] == "preempted" and last["step"] > 2
+    assert checkpoint.read_index(run / "checkpoints")[-1]["step"] == last["step"]
+
+
+def test_a_closed_terminal_stops_the_run_in_order(demo, tmp_path):
+    """SIGHUP, and nothing can be printed any more."""
+    run = tmp_path / "run"
+    master, terminal = os.openpty()
+    environment = support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON))))
+    started = subprocess.Popen(
+        [support.ROOT / "launch.sh", "dia_lora", *job(run), "--steps", "5000", "--save-every", "5000"],
+        env=environment,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    threading.Thread(target=drain, args=(master,), daemon=True).start()
+    support.wait_for_step(run, 2)
+    os.close(master)
+    started.send_signal(signal.SIGHUP)
+    assert started.wait(timeout=90) == 75
+    faults.assert_no_orphans(run)
+    assert support.metrics(run)[-1]["event"] == "preempted"
+
+
+def drain(master: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(master, 4096):
+            pass
+
+
 def test_a_stalled_rank_ends_the_job_with_the_stacks_of_all(demo, tmp_path):
     run = tmp_path / "run"
-    ranks = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", [*job(run), "--hang-timeout", "12"])
+    ranks = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", [*job(run), "--hang-timeout", "20"])
     support.wait_for_step(run, 3)
     ranks[1].send_signal(signal.SIGSTOP)
     stalled = time.time()
-    output, _ = ranks[0].communicate(timeout=60)
-    assert time.time() - stalled < 25
+    output, _ = ranks[0].communicate(timeout=90)
+    assert time.time() - stalled < 45
     ranks[1].send_signal(signal.SIGCONT)
     late, _ = ranks[1].communicate(timeout=30)
     for rank, text in zip(ranks, (output, late), strict=True):
         assert rank.returncode == 1
-        assert "Timeout (0:00:12)!" in text and re.search(r'File ".*/dia_lora.py", line \d+ in train', text), text[
+        assert "Timeout (0:00:20)!" in text and re.search(r'File ".*/dia_lora.py", line \d+ in train', text), text[
             -2000:
         ]
 

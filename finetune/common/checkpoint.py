@@ -4,6 +4,7 @@ index.json is the only source of truth for resume and retention: a folder that i
 never deleted. What is loaded has its checksums right; `auto` goes back to the newest one of which that is true.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -15,6 +16,7 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ from common.runtime import Ranks, all_sum, free_memory, from_first, gather_names
 
 TAG = "state"
 NAME = re.compile(r"step-\d{8,}")
+SEEN_SECONDS = 120.0  # until what one node wrote must be seen by another; NFS takes up to a minute
 SHAPE = {"ranks", "zero_stage", "accumulation"}  # what may change between a run and its continuation, within limits
 
 
@@ -125,6 +128,7 @@ class Pending:
     def __init__(self, path: Path, draft: Path, ranks: Ranks):
         self.path, self.draft, self.ranks = path, draft, ranks
         self.written, self.abandoned = threading.Event(), threading.Event()
+        self.written_by_all = math.inf  # since when that is known
         self.error = ""
 
     def wait(self) -> None:
@@ -133,6 +137,7 @@ class Pending:
         errors = gather_names([self.error] if self.error else [], self.ranks)
         if errors:
             self.abandoned.set()
+        self.written_by_all = time.monotonic()
         self.thread.join()
         errors = errors or from_first([self.error] if self.error else [], self.ranks)
         if errors:
@@ -158,7 +163,7 @@ def _check_space(final: Path, draft: Path, size: float) -> None:
     if free < need:
         shutil.rmtree(draft)
         raise UserError(
-            f"checkpoint {final} needs {need / 2**30:.3f} GB and {free / 2**30:.3f} GB are free: make room, or lower"
+            f"checkpoint {final} needs {need / 2**20:,.1f} MB and {free / 2**20:,.1f} MB are free: make room, or lower"
             " --keep; the older ones are intact."
         )
 
@@ -207,9 +212,11 @@ def _write(pending: Pending, files: dict, copied, publish) -> None:
         if pending.ranks.first:
             publish()
     except Exception as error:  # whatever it is, it must not die with this thread
-        free = shutil.disk_usage(pending.draft.parent).free
-        pending.error = f"{error}; {free / 2**30:.3f} GB are free"
+        pending.error = str(error) or repr(error)
         request_stop()  # all ranks stop at the same step, and learn why when they wait
+        with contextlib.suppress(OSError):  # not even the folder may be left
+            free = shutil.disk_usage(pending.draft.parent).free
+            pending.error += f"; {free / 2**20:,.1f} MB are free"
     finally:
         pending.written.set()
 
@@ -221,6 +228,8 @@ def _publish(pending: Pending, state: dict, keep: int, score: float | None) -> N
     while not all(word.exists() for word in words):
         if pending.abandoned.wait(0.02):
             return
+        if time.monotonic() > pending.written_by_all + SEEN_SECONDS:
+            raise OSError("the first rank does not see what the others wrote: all nodes must share --out")
     write_json(draft / "trainer_state.json", state)
     manifest = {}
     for word in words:

@@ -139,7 +139,9 @@ def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict
         check(config)
         resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from common.runtime import redact
+
+        print(redact(f"error: {error}"), file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     return config
 

@@ -1,6 +1,7 @@
 """The run folder, and the demo assets that stand in for a model and data."""
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -12,10 +13,21 @@ from pathlib import Path
 
 from common import checkpoint
 from common.checkpoint import write_json
-from common.config import RunConfig, UserError
+from common.config import EXIT_STOPPED, RunConfig, UserError
 from common.ds_config import stage_of
 from common.optim import warmup_steps
-from common.runtime import Ranks, Stopped, from_first, gather_names, memory_gb, on_first, redact, say
+from common.runtime import (
+    Ranks,
+    Stopped,
+    all_sum,
+    from_first,
+    gather_names,
+    memory_gb,
+    on_first,
+    redact,
+    report_outcome,
+    say,
+)
 from common.track import Meter, Totals, Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +53,23 @@ def make_writable(folder: Path) -> None:
         raise UserError(f"--out {folder} cannot be made ({error.strerror}).") from None
     if not os.access(folder, os.W_OK):
         raise UserError(f"--out {folder} cannot be written to.")
+
+
+_locks = {}
+
+
+def lock(folder: Path) -> None:
+    """Makes the folder this process's own for as long as it lives."""
+    make_writable(folder)
+    if folder.resolve() in _locks:  # to open the file again and close it would undo the lock
+        return
+    _locks[folder.resolve()] = file = open(folder / ".lock", "w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--out {folder} is being written to by a run that has not ended; wait for it.") from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def demo_assets(ranks: Ranks, model: str = "dia") -> Path:
@@ -113,7 +142,7 @@ class Run:
         if found:
             state = checkpoint.load(found, engine, average, ranks, self.identity, config.force_resume)
             self.start, self.extra = state["step"], state.get("extra", {})
-        on_first(lambda: make_writable(self.folder), ranks)
+        on_first(lambda: lock(self.folder), ranks)
         warmup = warmup_steps(config.warmup, steps)
         if warmup > 0.3 * steps:
             say(f"warning: the warm-up takes {warmup} of {steps} steps")
@@ -194,7 +223,10 @@ class Run:
         """Ends a run that a signal wants to end, after it was saved."""
         self.wait_for_checkpoint()
         self.tracker.event("preempted", step)
-        raise Stopped(f"stopped by a signal after step {step}; the same command with --out {self.folder} goes on")
+        say(f"stopped by a signal after step {step}; the same command with --out {self.folder} goes on")
+        report_outcome(EXIT_STOPPED)
+        all_sum([0.0], self.ranks)  # srun kills all at the first exit that is not 0: the first rank has spoken by now
+        raise Stopped
 
     def finish(self, steps: int) -> None:
         self.wait_for_checkpoint()

@@ -1,5 +1,6 @@
 """Ranks, device, printing, signals and the end of a process. Imports torch only where it is needed."""
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -34,7 +35,12 @@ class Ranks:
 def say(*words) -> None:
     """Prints on the first rank only, at once."""
     if os.environ.get("RANK", "0") == "0":
-        print(redact(" ".join(map(str, words))), flush=True)
+        _print(" ".join(map(str, words)), sys.stdout)
+
+
+def _print(text: str, stream) -> None:
+    with contextlib.suppress(OSError):  # a terminal that was closed does not end the run
+        print(redact(text), file=stream, flush=True)
 
 
 def redact(text: str) -> str:
@@ -48,7 +54,7 @@ def redact(text: str) -> str:
 # ---- signals ---------------------------------------------------------------------------------------------------
 
 _stop_wanted = False  # no threading.Event: its lock would wait for itself when a signal interrupts a handler
-_launchers = []  # DeepSpeed's launcher and runner, when they started this process
+_launchers = []  # DeepSpeed's launcher and runner, and launch.sh, when they started this process
 
 
 def catch_signals() -> None:
@@ -56,7 +62,7 @@ def catch_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: request_stop())
     if b"deepspeed.launcher.launch" in _proc(os.getppid(), "cmdline"):
-        _launchers[:] = _ancestors()
+        _launchers[:] = _ancestors(3 if "AUDIO_FINETUNE_OUTCOME" in os.environ else 2)
 
 
 def request_stop() -> None:
@@ -65,15 +71,17 @@ def request_stop() -> None:
 
 
 def stop_requested() -> bool:
-    """Also when the launcher or the runner is gone: most signals kill them without a word to the ranks."""
-    return _stop_wanted or (bool(_launchers) and _launchers != _ancestors())
+    """Also when a launcher is gone: most signals kill them without a word to the ranks."""
+    return _stop_wanted or (bool(_launchers) and _launchers != _ancestors(len(_launchers)))
 
 
-def _ancestors() -> list[int]:
-    """Parent and grandparent."""
-    parent = os.getppid()
-    facts = _proc(parent, "stat").rpartition(b")")[2].split()
-    return [parent, int(facts[1]) if facts else 0]
+def _ancestors(generations: int) -> list[int]:
+    """Parent, grandparent, ..."""
+    found = [os.getppid()]
+    while len(found) < generations:
+        facts = _proc(found[-1], "stat").rpartition(b")")[2].split()
+        found.append(int(facts[1]) if facts else 0)
+    return found
 
 
 def _proc(pid: int | str, name: str) -> bytes:
@@ -108,11 +116,8 @@ def run_main(main, config) -> None:
     try:
         main(config)
         code = 0
-    except Stopped as stopped:
-        say(str(stopped))
+    except Stopped:
         code = EXIT_STOPPED
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(1)  # srun kills all at the first exit that is not 0: the first rank must have spoken before
     except UserError as error:
         # All ranks usually find the same mistake: the first speaks at once, the others only if the launcher does
         # not end them meanwhile.
@@ -121,15 +126,16 @@ def run_main(main, config) -> None:
         while time.monotonic() < quiet_until and not stop_requested():
             time.sleep(0.1)
         if first or not stop_requested():
-            print(redact(f"error: {error}"), file=sys.stderr, flush=True)
+            _print(f"error: {error}", sys.stderr)
         code = EXIT_USER_ERROR
     except BaseException:
-        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        _print(traceback.format_exc(), sys.stderr)
         code = 1
     faulthandler.cancel_dump_traceback_later()
-    _report_outcome(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    report_outcome(code)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Not sys.exit: a rank that failed must not wait at interpreter exit for peers stuck in a collective.
     os._exit(code)
 
@@ -144,7 +150,7 @@ def still_alive() -> None:
         faulthandler.dump_traceback_later(_hang_timeout, exit=True, file=sys.__stderr__)
 
 
-def _report_outcome(code: int) -> None:
+def report_outcome(code: int) -> None:
     """Tells launch.sh how it ended: DeepSpeed's own runner exits 0 after some deaths."""
     marker = os.environ.get("AUDIO_FINETUNE_OUTCOME")
     if marker and os.environ.get("RANK", "0") == "0":

@@ -20,8 +20,8 @@ def take_samples(prompts: list[dict], speak, folder: Path, ranks: Ranks, all_ran
     """Speaks this rank's share of `prompts` ({"name", "text", ...}); returns the files of codes it wrote.
 
     `speak(prompts)` returns codes and facts a prompt. There is no barrier: the next collective is the next training
-    step. A failure is printed and never stops training. Under ZeRO-3 every rank must run the model, so a rank
-    without a prompt speaks the first one and throws it away.
+    step. A failure is printed and does not stop training. Under ZeRO-3 every rank must run the model, so a rank
+    without a prompt speaks the first one and throws it away, and one that fails would leave the others' collectives.
     """
     mine = prompts[ranks.rank :: ranks.world]
     if not mine and not all_ranks_must_join:
@@ -29,6 +29,8 @@ def take_samples(prompts: list[dict], speak, folder: Path, ranks: Ranks, all_ran
     try:
         spoken = speak(mine or prompts[:1])
     except Exception as error:  # whatever a model does while speaking: the training goes on
+        if all_ranks_must_join and ranks.world > 1:
+            raise
         print(f"warning: rank {ranks.rank} could not make samples: {error!r}", flush=True)
         return []
     return write_all(folder, mine, spoken)

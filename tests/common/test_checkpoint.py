@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import support
 import torch
 from torch import nn
 
@@ -31,7 +32,7 @@ def build(seed, ema=0.9):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     model[0].bias.requires_grad_(False)
     config = RunConfig(precision="fp32", lr=1e-2, clip=100.0)
-    ds = resolve_ds("ds_configs/zero2.json", config, 1)
+    ds = resolve_ds("ds_configs/zero2.json", config, int(os.environ.get("WORLD_SIZE", "1")))
     engine = start_engine(model, lambda net, batch: (net(batch[0]) - batch[1]).square().sum(), config, ds, ("bias",))
     return engine, Average(engine, ema)
 
@@ -428,11 +429,57 @@ def test_without_room_for_a_copy_it_is_written_at_once(trained, ranks, tmp_path,
 def test_a_file_that_cannot_be_written_is_an_error_where_it_is_waited_for(saved, trained, ranks, monkeypatch):
     monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     pending = start_save(saved.parent, *trained, ranks, 4)
-    with pytest.raises(UserError, match=r"could not be written \(.*No space left on device; [0-9.]+ GB are free"):
+    with pytest.raises(UserError, match=r"could not be written \(.*No space left on device; [0-9.,]+ MB are free"):
         pending.wait()
     assert runtime.stop_requested(), "the training ends at its next step"
     assert names(saved.parent) == ["index.json", saved.name]
     assert checkpoint.choose("auto", saved.parent, ranks) == saved
+
+
+TWO_RANKS = """
+import sys
+sys.path[:0] = {path!r}
+import torch
+from test_checkpoint_helper import build, start_save
+from pathlib import Path
+from common import checkpoint
+from common.config import UserError
+from common.runtime import start_ranks
+ranks = start_ranks()
+engine, average = build(0)
+folder = Path({folder!r})
+start_save(folder, engine, average, ranks, 1).wait()
+if ranks.rank == 1:
+    write, real = {write}, checkpoint.write_json
+    if write == "nothing":
+        def full(*_):
+            raise OSError(28, "No space left on device")
+        torch.save = full
+    else:  # to a disk that the first rank does not see
+        checkpoint.write_json = lambda path, value: None if path.name.startswith("done-") else real(path, value)
+checkpoint.SEEN_SECONDS = 2
+try:
+    start_save(folder, engine, average, ranks, 2).wait()
+except UserError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("write", "reason"), [("nothing", "No space left on device"), ("elsewhere", "all nodes must share --out")]
+)
+def test_what_one_rank_could_not_write_is_an_error_on_all_and_no_checkpoint(tmp_path, write, reason):
+    shutil.copy(__file__, tmp_path / "test_checkpoint_helper.py")
+    script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
+    script.write_text(TWO_RANKS.format(path=[str(tmp_path), *sys.path], folder=str(folder), write=repr(write)))
+    codes, outputs = support.finish(support.start_ranks(script, []), timeout=90)
+    assert codes == [0, 0], outputs[0][-2000:]
+    for output in outputs:
+        refused = output.splitlines()[-1]
+        assert refused.startswith("refused: checkpoint") and reason in refused
+    assert names(folder) == ["index.json", "step-00000001"] and listed(folder) == ["step-00000001"]
 
 
 @pytest.mark.fault
@@ -443,7 +490,7 @@ def test_a_full_disk_is_foreseen(trained, ranks, tmp_path):
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], check=True)
     try:
-        with pytest.raises(UserError, match=r"needs 0.001 GB and 0.001 GB are free"):
+        with pytest.raises(UserError, match=r"needs 1.0 MB and 0.5 MB are free"):
             save(folder / "checkpoints", *trained, ranks, 3)
         assert list((folder / "checkpoints").iterdir()) == []
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True)

@@ -47,7 +47,8 @@ FLAGS = {
         --doctor --no-doctor --deep --no-deep --safe --no-safe --overfit --delay --temperature
         --refresh-context --no-refresh-context --redraw-start --no-redraw-start --schedule --patience --drop --best-by
         --network --width --block --n-fft --hop --frames --buffer --buffer-low --sde-c --sde-k --t-eps --t-max
-        --reverse-start --loss --output-scale --times --context-time --context-noise --context-own --level --phase --gain-low
+        --reverse-start --loss --output-scale --times --context-time --context-noise --context-own --level --phase
+        --gain-low
         --gain-high --pad-short --no-pad-short
     """,
     "dia_lora": f"""{RUN_FLAGS} {DIA_FLAGS}

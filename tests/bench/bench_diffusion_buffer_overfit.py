@@ -25,6 +25,7 @@ def main() -> None:
     for name, default in (("frames", 32), ("buffer", 8), ("crops", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--network", default="ncsnpp")
+    parser.add_argument("--phase", default="start")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--snr", type=float, default=10.0)
     parser.add_argument("--loss", default="dp")
@@ -39,6 +40,7 @@ def main() -> None:
     spec = Spec(
         network=args.network, width=args.width, block=16, n_fft=args.n_fft, hop=args.hop, frames=args.frames,
         buffer=args.buffer, t_max=0.8, loss=args.loss, output_scale="none" if args.loss == "dp" else "sigma",
+        phase=args.phase,
     )  # fmt: skip
     delays = [1, args.buffer] if args.loss == "dp" else [args.buffer]
     began = time.monotonic()

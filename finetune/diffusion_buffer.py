@@ -278,6 +278,7 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
         totals = meter.reduce(ranks)
 
         done, last = step + 1, step + 1 == steps
+        parts = [plan.micro_batch(number) for number in range(step * crops, done * crops)]
         if config.precision == "bf16" and all_sum([rescued], ranks)[0]:
             extra["fp32_until"] = done + FP32_STEPS
             run.tracker.event("amp_fallback", done, until=extra["fp32_until"])
@@ -287,11 +288,10 @@ def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
             values = {name: max(float(watch[name]) for watch in watched) for name in watched[0]}
             values |= {"sigma_min": float(torch.cat(sigmas).min()), "sigma_max": float(torch.cat(sigmas).max())}
             values["loss"] = float(totals.losses.sum() / totals.counts.sum())
-            epoch = round(done * crops / plan.per_epoch, 4)
-            run.log(done, meter, totals, totals.padded, signal.QUARTERS, epoch=epoch, lr=lr, grad_norm=norm, **values)
+            epoch, heard = round(done * crops / plan.per_epoch, 4), sum(windows.heard(e, int(c[0])) for e, c in parts)
+            run.log(done, meter, totals, heard, signal.QUARTERS, epoch=epoch, lr=lr, grad_norm=norm, **values)
         else:
-            parts = [plan.micro_batch(number) for number in range(step * crops, done * crops)]
-            run.skip(done, meter, [name for epoch, clip in parts for name in windows.ids(clip)])
+            run.skip(done, meter, [name for _, clip in parts for name in windows.ids(clip)])
 
         score = None
         if last or due(config.eval_every, done):

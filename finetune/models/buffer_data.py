@@ -37,12 +37,21 @@ class Windows:
         batch = {key: torch.from_numpy(np.stack([item[key] for item in items])) for key in items[0]}
         return batch | {"ids": names, "positions": len(items) * self.spec.frames}
 
+    def last_frame(self, row: int, key: tuple) -> int:
+        """Of a crop, counted from its clip's first."""
+        return int(keyed.uniform(*key, "place") * signal.frame_count(int(self.pairs.samples[row]), self.spec.hop))
+
+    def heard(self, epoch: int, i: int) -> int:
+        """Frames of a crop that are not the silence before its clip."""
+        row = self.rows[i]
+        return min(self.spec.frames, 1 + self.last_frame(row, (self.config.seed, epoch, self.pairs.id(row))))
+
     def item(self, row: int, epoch: int, name: str, spec: Spec) -> dict[str, np.ndarray]:
         key = (self.config.seed, epoch, name)
         t = signal.training_times(spec, self.config.times, *key)
         draw = keyed.generator(*key, "noise")
         decibels = self.config.gain_low + keyed.uniform(*key, "gain") * (self.config.gain_high - self.config.gain_low)
-        last = int(keyed.uniform(*key, "place") * signal.frame_count(int(self.pairs.samples[row]), spec.hop))
+        last = self.last_frame(row, key)
         item = {
             "t": t.astype(np.float32),
             "sigma": signal.sigma(spec, t).astype(np.float32),

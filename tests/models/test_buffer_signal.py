@@ -112,6 +112,17 @@ def test_a_crop_depends_on_its_key_alone():
         assert not torch.equal(batch[name][0], batch[name][1]) or name in ("mix", "dirt")
 
 
+def test_the_silence_before_a_clip_is_not_counted_as_heard():
+    found, silent = windows(), 0
+    for epoch in range(20):
+        wave = found.batch([(epoch, 0)])["noisy"][0].numpy()
+        start = int(np.flatnonzero(wave)[0]) if wave[0] == 0 else 0
+        before = sum(k * SPEC.hop + SPEC.n_fft // 2 < start for k in range(SPEC.frames))
+        assert found.heard(epoch, 0) == SPEC.frames - before
+        silent += before
+    assert silent > 0
+
+
 def test_the_gain_is_the_same_on_both_sides_and_in_its_range():
     plain = windows()
     louder = windows(gain_low=6.0, gain_high=6.0)

@@ -22,11 +22,11 @@ from common import checkpoint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
-# Dropout, average, gate, replay, warm-up, drops of the rate, evaluation: each is state that a resume could lose.
+# Dropout, average, gate, replay, a drop of the rate, evaluation: each is state that a resume could lose.
 JOB = (
     "--channels 4 --disc-channels 2 --seconds 0.5 --micro-batch 1 --steps 12 --lr 1e-3 --ema 0.9 --hold-out dov "
     "--eval-files 2 --eval-every 4 --save-every 4 --samples 0 --probe 8 --probe-every 2 --gate on --gate-open 0.01 "
-    "--gate-close 0 --gan-ramp 6 --replay 3 --noisy-term --no-gradient-checkpointing --warmup 3 --decay-epochs 0.25"
+    "--gate-close 0 --gan-ramp 6 --replay 3 --noisy-term --no-gradient-checkpointing --decay-epochs 0.25"
 ).split()
 
 

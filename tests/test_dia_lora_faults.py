@@ -145,7 +145,9 @@ def test_a_closed_terminal_stops_the_run_in_order(demo, tmp_path):
     master, terminal = os.openpty()
     environment = support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON))))
     started = subprocess.Popen(
-        [support.ROOT / "launch.sh", "dia_lora", *job(run), "--steps", "5000", "--save-every", "5000"],
+        # Below nohup it would be deaf to it.
+        ["env", "--default-signal=HUP", support.ROOT / "launch.sh", "dia_lora", *job(run), "--steps", "5000"]
+        + ["--save-every", "5000"],
         env=environment,
         stdin=terminal,
         stdout=terminal,

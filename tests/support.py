@@ -82,14 +82,18 @@ def step_records(run: Path) -> list[dict]:
 def wait_for_step(run: Path, step: int, timeout: float = 180) -> None:
     """Returns as soon as the run has logged this optimizer step."""
     deadline = time.time() + timeout
-    while time.time() < deadline:
-        path = run / "metrics.jsonl"
-        if path.exists():
-            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-            if any(json.loads(line).get("step", 0) >= step and "event" not in json.loads(line) for line in lines):
-                return
+    while not has_reached(run, step):
+        if time.time() > deadline:
+            raise TimeoutError(f"{run} did not reach step {step}")
         time.sleep(0.05)
-    raise TimeoutError(f"{run} did not reach step {step}")
+
+
+def has_reached(run: Path, step: int) -> bool:
+    """The run has logged this optimizer step; its last line may be half written."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return any(record.get("step", 0) >= step and "event" not in record for record in records)
 
 
 def write_tokens(

@@ -1,6 +1,7 @@
 """Two nodes: launch.sh as a batch script on a real SLURM, through a signal, a time limit and a dead node; and the plain
 deepspeed command on two machines with addresses of their own."""
 
+import functools
 import os
 import re
 import shutil
@@ -108,19 +109,25 @@ def test_a_signal_saves_requeues_and_goes_on(env, whole, tmp_path):
 
 
 def test_the_signal_ahead_of_the_time_limit_requeues_and_goes_on(env, whole, tmp_path):
-    """A limit of a minute and a signal 55 s ahead of it, for which the ranks are held back: they are too fast."""
+    """A limit of two minutes and a signal one minute ahead of it, for which the ranks are held back: they are too fast.
+    (On a slow machine it comes while they start, and stops them at step 0.)"""
     run, output = tmp_path / "run", tmp_path / "job.out"
-    job = submit(env, run, "--time=1", "--signal=B:USR1@55")
-    support.wait_for_step(run, 5)
-    ranks = rank_processes(run)
+    job = submit(env, run, "--time=2", "--signal=B:USR1@60")
+    asked = functools.partial(was_asked_to_stop, output)
+    slurm_cluster.wait_until(lambda: support.has_reached(run, 5) or asked(), 180)
+    ranks = [] if asked() else rank_processes(run)
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
-    slurm_cluster.wait_until(lambda: "asking the ranks to save and stop" in output.read_text())
+    slurm_cluster.wait_until(asked, 120)
     for pid in ranks:
         os.kill(pid, signal.SIGCONT)
     go_on_at_once(env, job)
     assert wait_for(env, job, *ENDED) == "COMPLETED", output.read_text()[-3000:]
     assert_same(run, whole)
+
+
+def was_asked_to_stop(output: Path) -> bool:
+    return output.exists() and "asking the ranks to save and stop" in output.read_text()
 
 
 def rank_processes(run) -> list[int]:

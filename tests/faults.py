@@ -42,7 +42,7 @@ def job_processes(run: Path) -> dict[str, int]:
         elif local:
             name = f"rank {local[0].partition('=')[2]}"
             found[name] = min(pid, found.get(name, pid))  # a worker that it forked is younger
-        elif words[1].endswith("/deepspeed"):
+        elif any(word.endswith("/deepspeed") for word in words[:2]):  # a zombie's command line is empty
             found["runner"] = pid
     return found
 

@@ -3,6 +3,7 @@
 Every line is PASS, WARN or FAIL with its number; one FAIL makes the exit code 2.
 """
 
+import copy
 import importlib.metadata
 import json
 import time
@@ -110,7 +111,9 @@ def check_losses(found: Findings, batch: dict) -> None:
 
 
 def check_memory(found: Findings, nets: tuple, batch: dict, config, ranks: Ranks) -> None:
-    """Before anything larger than a crop went through the networks: the peak is of the whole process."""
+    """Before anything larger than a crop went through the networks: the peak is of the whole process. On copies: a
+    forward in training mode would change the running statistics that are judged afterwards."""
+    nets = copy.deepcopy(nets)
     nets[0].set_compute(config.gradient_checkpointing, config.precision == "bf16")
     pair = signal.normalise(batch["noisy"][:1].to(ranks.device), batch["clean"][:1].to(ranks.device))
     nets[0].train()

@@ -16,7 +16,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
-from usage import UsageError, run
+
+from lib.errors import UsageError, run
 
 CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")  # tabs and line ends become blanks, NUL is dropped
 NAMED = 5  # how many ids a line names
@@ -37,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    import store
+    from lib import store
 
     args = parse_args()
     problems, seen = [], {}
@@ -58,7 +59,7 @@ def main() -> int:
 
 
 def damaged_files(folder: Path, info: dict) -> list[str]:
-    import store
+    from lib import store
 
     problems = []
     for entry in info["files"]:
@@ -76,7 +77,7 @@ def damaged_files(folder: Path, info: dict) -> list[str]:
 
 
 def look_at_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
-    import store
+    from lib import store
 
     missing = {"codec", "sample_rate", "hop", "codebooks", "codebook_size", "channels", "rows"} - info.keys()
     missing |= {"id", "text", "codes", "frames"} - store.arrow_columns(folder, info).keys()
@@ -151,7 +152,7 @@ def remember_content(samples: np.ndarray, place: tuple, seen: dict, problems: di
 
 
 def look_at_pairs(folder: Path, info: dict, seen: dict) -> list[str]:
-    import store
+    from lib import store
 
     problems, notes = defaultdict(list), defaultdict(list)
     seconds, ids, clipped = [], Counter(), 0
@@ -214,13 +215,14 @@ def side_folder(folder: Path) -> Path:
 
 
 def listen(folder: Path, info: dict, count: int, weights: str | None) -> None:
-    import store
     from decode import decode_codes, write_wav
+
+    from lib import store
 
     chosen = set(np.linspace(0, info["rows"] - 1, min(count, info["rows"])).round().astype(int).tolist())
     codec = None
     if info.get("kind") != "pairs":
-        from codec import find_weights, hash_weights, load_codec
+        from lib.codec import find_weights, hash_weights, load_codec
 
         if not (weights or info.get("weights")):
             raise UsageError("--listen needs --codec-weights: the dataset does not know its codec's weights")

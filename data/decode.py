@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from usage import UsageError, run
+from lib.errors import UsageError, run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,7 +46,7 @@ def main() -> None:
     arrays = {file: codes for file, codes in arrays.items() if len(codes)}
     if not arrays:
         return
-    from codec import find_weights, load_codec
+    from lib.codec import find_weights, load_codec
 
     codec = load_codec(find_weights(args.codec_weights))
     sounds = {file: decode_codes(codec, codes, str(file)) for file, codes in arrays.items()}
@@ -119,7 +119,8 @@ def write_spectrogram(file: Path, wave, rate: int) -> None:
 def add_facts(file: Path, wave, rate: int) -> None:
     """Completes the facts that training wrote beside the codes with what only the sound can tell."""
     import numpy as np
-    from store import write_json
+
+    from lib.store import write_json
 
     if not file.exists():
         return

@@ -22,10 +22,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from finished import Done, Finished, Job, clips_key, is_current, load_finished, save_part, unfinished
-from sources import LABELS, READERS, Clip, Options, count_wanted, find_clips
-from usage import UsageError, run
-from worker import run_workers
+from lib.errors import UsageError, run
+from lib.pool import run_workers
+from lib.resume import Done, Finished, Job, clips_key, is_current, load_finished, save_part, unfinished
+from lib.sources import LABELS, READERS, Clip, Options, count_wanted, find_clips
 
 CODEC_NAMES = ("dac", "encodec", "higgs")
 SECONDS_PER_PART = 20.0  # finished clips are made durable at least this often
@@ -137,7 +137,7 @@ def encode_dataset(
 
     `wanted`: how many clips the source lists, if more than it has.
     """
-    import store
+    from lib import store
 
     job = make_job(clips, codec, weights, stereo, min_seconds, max_seconds)
     out = out.absolute()
@@ -172,7 +172,7 @@ def encode_dataset(
 
 
 def make_job(clips: list[Clip], codec: str, weights: str | None, stereo: bool, shortest: float, longest: float):
-    import codec as codecs
+    from lib import codec as codecs
 
     if weights is None:
         if not all(clip.coded for clip in clips):
@@ -195,7 +195,7 @@ def clips_of_shard(clips: list[Clip], index: int, count: int) -> list[Clip]:
 
 
 def refuse_other_codec(out: Path, job: Job) -> None:
-    import store
+    from lib import store
 
     info = store.read_dataset_json(out)
     if info and (info.get("codec"), info.get("weights_sha256")) != (job.codec, job.weights_sha256):
@@ -243,8 +243,8 @@ def encode_missing(
 def write_tokens(
     clips: list[Clip], done: Done, job: Job, weights: str | None, work: Path, out: Path, wanted: int
 ) -> None:
-    import codec as codecs
-    import store
+    from lib import codec as codecs
+    from lib import store
 
     reject_without_reference(clips, done)
     kept = [clip for clip in clips if not done.clips[clip.id].reject]
@@ -294,7 +294,7 @@ def reject_without_reference(clips: list[Clip], done: Done) -> None:
 
 
 def token_rows(clips: Iterable[Clip], done: Done, labels: list[str]) -> Iterator[dict]:
-    import store
+    from lib import store
 
     for clip in clips:
         finished = done.clips[clip.id]

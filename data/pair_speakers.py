@@ -14,7 +14,7 @@ import shutil
 from collections import defaultdict
 from pathlib import Path
 
-from usage import UsageError, run
+from lib.errors import UsageError, run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -32,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    import store
+    from lib import store
 
     args = parse_args()
     info = store.open_dataset(args.tokens)

@@ -25,9 +25,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from sources import AUDIO_SUFFIXES, walk
-from usage import UsageError, run
-from waveform import Reject, prepare, read_samples
+
+from lib.errors import UsageError, run
+from lib.sources import AUDIO_SUFFIXES, walk
+from lib.waveform import Reject, prepare, read_samples
 
 COLUMNS = {"id": "string", "noisy": "int16 list", "clean": "int16 list", "samples": "int32"}
 
@@ -90,7 +91,7 @@ def snr_range(text: str) -> tuple[float, float]:
 
 
 def main() -> int:
-    import store
+    from lib import store
 
     args = parse_args()
     settings = Settings(args.sample_rate, args.snr, args.seed, args.min_seconds)
@@ -236,8 +237,9 @@ def to_int16(*waves: np.ndarray) -> list[np.ndarray]:
 
 
 def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out: Path, workers: int) -> int:
-    import store
     from tqdm import tqdm
+
+    from lib import store
 
     rejects = []
 

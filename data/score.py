@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from usage import UsageError, run
+from lib.errors import UsageError, run
 
 RATE = 16000  # of all the models here
 
@@ -41,8 +41,8 @@ def main() -> None:
     args = parse_args()
     embed = load_embedder(args.similarity) if args.similarity else None
     recognise = load_recogniser(args.wer) if args.wer else None
-    from store import write_json
-    from waveform import Reject
+    from lib.store import write_json
+    from lib.waveform import Reject
 
     found = {}
     for file in args.files:
@@ -72,7 +72,7 @@ def score(file: Path, references: Path | None, embed: Callable | None, recognise
 
 def read(file: Path):
     """Mono samples at 16 kHz."""
-    from waveform import prepare, read_samples
+    from lib.waveform import prepare, read_samples
 
     try:
         wave, rate = read_samples(file.read_bytes(), None, None)

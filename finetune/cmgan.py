@@ -102,20 +102,22 @@ import torch
 
 from common import checkpoint, engine, memory, runs
 from common.feed import mover, prefetch
-from common.keyed import key64
+from common.keyed_random import key64
+from common.metrics import Meter, due
 from common.optim import stepped_rate, turning_points
 from common.pairs import Crops, PairDataset, split_pairs
 from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, memory_gb, run_main, say, start_ranks, stop_requested
 from common.scorer import Scorer
-from common.track import Meter, due
-from models import cmgan_enhance, cmgan_files, cmgan_watch
-from models import cmgan_signal as signal
-from models.cmgan import Discriminator, TSCNet, settle_statistics
-from models.cmgan_doctor import diagnose
-from models.cmgan_evaluate import Evaluation, evaluate, judge_discriminator, open_test, sample, test, warn_if_worse
-from models.cmgan_labels import Labels, count_missing, discriminator_loss, valid_counts
+from models.cmgan import enhance as cmgan_enhance
+from models.cmgan import signal
+from models.cmgan import watch as cmgan_watch
+from models.cmgan import weights as cmgan_files
+from models.cmgan.diagnose import diagnose
+from models.cmgan.evaluate import Evaluation, evaluate, judge_discriminator, open_test, sample, test, warn_if_worse
+from models.cmgan.labels import Labels, count_missing, discriminator_loss, valid_counts
+from models.cmgan.network import Discriminator, TSCNet, settle_statistics
 
 # ---- model -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.runtime import bar_codecs, catch_signals
-from models.dia_flags import DiaFlags
+from models.dia.flags import DiaFlags
 
 # ---- arguments -------------------------------------------------------------------------------------------------
 
@@ -56,14 +56,16 @@ import torch
 from common import engine, health, memory, runs, samples
 from common.feed import mover, prefetch
 from common.loss import fuse_head
+from common.metrics import Meter, due
 from common.optim import learning_rate
 from common.plan import Mix, Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
-from common.track import Meter, due
-from models import dia
-from models.dia import build_data, compute_loss, evaluate_and_log
-from models.dia_weights import needs_widening, widen, write_model
+from models.dia.data import Clips, WithRehearsal, build_data
+from models.dia.evaluate import compute_loss, evaluate_and_log
+from models.dia.generate import sample
+from models.dia.layout import read_tag_map
+from models.dia.weights import load_dia, needs_widening, widen, write_model
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]):
     """All of Dia, but for what --freeze names. Under ZeRO-3 it is built sharded, never whole on a rank."""
     wider = needs_widening(config.model, config.channels)
     engine.build_sharded(ds)
-    model = dia.load_dia(config.model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+    model = load_dia(config.model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
     if wider:
         widen(model, ds)
     freeze(model, config.freeze)
@@ -125,7 +127,7 @@ def rate_scale(model_config, layer_decay: float):
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
-def rehearse(clips: dia.Clips, plan: Plan, model, config: Config, tag_map: dict, ranks: Ranks, micro_batches: int):
+def rehearse(clips: Clips, plan: Plan, model, config: Config, tag_map: dict, ranks: Ranks, micro_batches: int):
     """Clips, plan and steps with --rehearsal mixed in."""
     folder, share = config.rehearsal.rpartition(":")[::2]
     try:
@@ -138,7 +140,7 @@ def rehearse(clips: dia.Clips, plan: Plan, model, config: Config, tag_map: dict,
     steps = config.steps or plan.steps(config.epochs, micro_batches, 1 - share)
     other = Plan(rehearsal.lengths, config.micro_tokens, config.seed)
     say(f"rehearsal: {len(rehearsal):,} clips for {100 * share:g} % of the micro-batches")
-    return dia.WithRehearsal(clips, rehearsal), Mix(plan, other, share, config.seed, steps * micro_batches), steps
+    return WithRehearsal(clips, rehearsal), Mix(plan, other, share, config.seed, steps * micro_batches), steps
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
         config.eval_data = config.eval_data or str(assets / "tokens" / "eval")
 
     # model and data
-    tag_map = dia.read_tag_map(config.tag_map)
+    tag_map = read_tag_map(config.tag_map)
     model = build_model(config, ds, tag_map)
     clips = build_data(config.data, model, config, tag_map, ranks, train=True)
     eval_clips = build_data(config.eval_data, model, config, tag_map, ranks, train=False)
@@ -240,7 +242,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
             run.stop(done)
         if eval_clips and config.samples and (last or due(config.sample_every, done)):
             with average.in_place():
-                decoders += dia.sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
+                decoders += sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
             run.tracker.event("sample", done)
 
     # finish

@@ -19,7 +19,7 @@ from typing import Literal
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.runtime import bar_codecs, catch_signals
-from models.dia_flags import DiaFlags
+from models.dia.flags import DiaFlags
 
 # ---- arguments -------------------------------------------------------------------------------------------------
 
@@ -64,15 +64,19 @@ from peft import PeftModel
 
 from common import checkpoint, engine, health, lora, memory, runs, samples
 from common.feed import mover, prefetch
-from common.keyed import key64
+from common.keyed_random import key64
+from common.lora import base_model
 from common.loss import fuse_head
+from common.metrics import Meter, due
 from common.optim import learning_rate
 from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
-from common.track import Meter, due
-from models import dia
-from models.dia import build_data, compute_loss, evaluate_and_log
+from models.dia.data import build_data
+from models.dia.evaluate import compute_loss, evaluate_and_log
+from models.dia.generate import sample
+from models.dia.layout import read_tag_map
+from models.dia.weights import load_dia
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +110,7 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]) -> PeftModel:
         raise UserError("--tag-map needs ZeRO-2: PEFT cannot train single rows of a sharded embedding.")
     engine.build_sharded(ds)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    model = dia.load_dia(config.model, dtype, quantization(config, dtype))
+    model = load_dia(config.model, dtype, quantization(config, dtype))
     names = [name for group in config.lora_groups for name in PRESETS.get(group, [group])]
     found = lora.resolve_groups(model, lora_groups(model.config), names)
     for group, hits in found.items():
@@ -127,7 +131,7 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]) -> PeftModel:
     )
     if config.gradient_checkpointing:
         # Reentrant checkpointing finds no input that needs a gradient and dies.
-        dia.base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+        base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -183,7 +187,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
         config.eval_data = config.eval_data or str(assets / "tokens" / "eval")
 
     # model and data
-    tag_map = dia.read_tag_map(config.tag_map)
+    tag_map = read_tag_map(config.tag_map)
     model = build_model(config, ds, tag_map)
     clips = build_data(config.data, model, config, tag_map, ranks, train=True)
     eval_clips = build_data(config.eval_data, model, config, tag_map, ranks, train=False)
@@ -257,7 +261,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
             run.stop(done)
         if eval_clips and config.samples and (last or due(config.sample_every, done)):
             with average.in_place():
-                decoders += dia.sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
+                decoders += sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
             run.tracker.event("sample", done)
 
     # finish

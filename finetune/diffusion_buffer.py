@@ -128,22 +128,22 @@ from torch import nn
 
 from common import engine, memory, runs
 from common.feed import mover, prefetch
-from common.keyed import key64, uniform
+from common.keyed_random import key64, uniform
+from common.metrics import Meter, due
 from common.optim import judge, plateau_rate
 from common.pairs import PairDataset, open_pairs, split_pairs
 from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
 from common.scorer import Scorer
-from common.track import Meter, due
-from models import buffer_signal as signal
-from models.buffer_data import Windows, buffer_size
-from models.buffer_evaluate import Evaluation, evaluate, sample, shown_score
-from models.buffer_files import load_network, write_export
-from models.buffer_signal import Spec, batch_to_loss, spec_of
-from models.buffer_stream import Traced, enhance_folder, say_latency
-from models.buffer_trial import dry_run, try_loss
-from models.diffusion_buffer import build_network
+from models.diffusion_buffer import signal
+from models.diffusion_buffer.data import Windows, buffer_size
+from models.diffusion_buffer.enhance import Traced, enhance_folder, say_latency
+from models.diffusion_buffer.evaluate import Evaluation, evaluate, sample, shown_score
+from models.diffusion_buffer.network import build_network
+from models.diffusion_buffer.signal import Spec, batch_to_loss, spec_of
+from models.diffusion_buffer.trial import dry_run, try_loss
+from models.diffusion_buffer.weights import load_network, write_export
 
 FP32_STEPS = 100  # after a loss that only fp32 could compute
 
@@ -176,7 +176,7 @@ def build_data(config: Config, spec: Spec, ranks: Ranks) -> tuple[Windows, PairD
 
 
 def compute_loss(model, batch, spec: Spec):
-    """Loss sum, its parts by quarter of the times, and the output's size; see models/buffer_signal.py."""
+    """Loss sum, its parts by quarter of the times, and the output's size; see models/diffusion_buffer/signal.py."""
     return batch_to_loss(model, batch, spec)
 
 
@@ -326,7 +326,7 @@ def main(config: Config) -> None:
     make_safe(config)
     spec = spec_of(config)
     if config.doctor:
-        from models.buffer_doctor import diagnose
+        from models.diffusion_buffer.diagnose import diagnose
 
         diagnose(config, spec, SCORER)
     elif config.enhance:

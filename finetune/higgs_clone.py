@@ -91,19 +91,21 @@ import torch
 
 from common import checkpoint, engine, health, memory, runs, samples
 from common.feed import mover, prefetch
-from common.keyed import key64
+from common.keyed_random import key64
+from common.lora import base_model
 from common.loss import fuse_head
+from common.metrics import Meter, due
 from common.optim import learning_rate
 from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks, stop_requested
-from common.track import Meter, due
-from models import higgs
-from models.higgs import build_data
-from models.higgs_layout import layout_of
-from models.higgs_speech import sample
-from models.higgs_text import Chat
-from models.higgs_weights import add_lora, check_codec, load_higgs, load_tokenizer, unfreeze, write_model
+from models.higgs.data import Pairs, build_data
+from models.higgs.evaluate import evaluate as token_metrics
+from models.higgs.evaluate import higgs_loss, layout_losses
+from models.higgs.generate import sample
+from models.higgs.layout import layout_of
+from models.higgs.text import Chat
+from models.higgs.weights import add_lora, check_codec, load_higgs, load_tokenizer, unfreeze, write_model
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ def build_model(config: Config, ds: dict):
         model = add_lora(model, config, seed=key64(config.seed, "lora") % 2**63)
     if config.gradient_checkpointing:
         # Reentrant checkpointing finds no input that needs a gradient and dies.
-        higgs.base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+        base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -149,17 +151,17 @@ def quantization(config: Config, dtype: torch.dtype):
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def compute_loss(model, batch, pairs: higgs.Pairs):
+def compute_loss(model, batch, pairs: Pairs):
     """Weighted loss sum over the batch's targets; per codebook the plain sum and the count."""
-    return higgs.higgs_loss(model, batch, pairs.layout, pairs.weights, pairs.config.text_loss)
+    return higgs_loss(model, batch, pairs.layout, pairs.weights, pairs.config.text_loss)
 
 
 # ---- evaluation, samples, export -------------------------------------------------------------------------------
 
 
-def check_start(model, pairs: higgs.Pairs, limit: float, to_device) -> None:
+def check_start(model, pairs: Pairs, limit: float, to_device) -> None:
     """A trained base knows this layout: a wrong one shows here, before a step is spent on it."""
-    delayed, flat = higgs.layout_losses(model, pairs, to_device)
+    delayed, flat = layout_losses(model, pairs, to_device)
     say(f"layout: loss {delayed:.3f} with the codebooks' delay, {flat:.3f} without")
     if limit and not delayed <= min(limit, flat):
         raise UserError(
@@ -169,14 +171,14 @@ def check_start(model, pairs: higgs.Pairs, limit: float, to_device) -> None:
         )
 
 
-def evaluate(model, pairs: higgs.Pairs | None, run: runs.Run, step: int, to_device, stage: int) -> tuple:
+def evaluate(model, pairs: Pairs | None, run: runs.Run, step: int, to_device, stage: int) -> tuple:
     """Metrics and samples with the averaged weights; returns the score that chooses the best checkpoint, and the
     decoders at work. No score for a model that stops or clones worse than the base."""
     if not pairs:
         return None, []
     decoders, config = [], run.config
     with run.average.in_place():
-        values = higgs.evaluate(model, pairs, run.ranks, to_device)
+        values = token_metrics(model, pairs, run.ranks, to_device)
         if config.samples:
             facts, decoders = sample(model, pairs, run.folder, step, run.ranks, stage == 3)
             values |= facts
@@ -228,7 +230,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
     # model and data
     model = build_model(config, ds)
     tokenizer = load_tokenizer(config.model, config.revision)
-    layout, chat = layout_of(higgs.base_model(model).config, tokenizer), Chat(tokenizer, config.normalise_text)
+    layout, chat = layout_of(base_model(model).config, tokenizer), Chat(tokenizer, config.normalise_text)
     pairs = build_data(config.data, layout, chat, config, ranks, train=True)
     eval_pairs = build_data(config.eval_data, layout, chat, config, ranks, train=False)
     on_first(lambda: check_codec(pairs.tokens, config.model, config.revision), ranks)
@@ -248,7 +250,7 @@ def train(config: Config, ranks: Ranks, ds: dict):
         weight = pairs.target_weight(longest)
         engine.dry_run(ds_engine, lambda chosen: to_device(pairs.batch(chosen)), longest, weight, needs, ranks)
         return ds_engine
-    commit = getattr(higgs.base_model(model).config, "_commit_hash", None)  # of the hub; None for a local folder
+    commit = getattr(base_model(model).config, "_commit_hash", None)  # of the hub; None for a local folder
     fingerprint = {"data": pairs.tokens.fingerprint(), "model_commit": commit}
     run = runs.Run("higgs_clone", config, ds, ranks, ds_engine, average, fingerprint, steps)
 

@@ -89,16 +89,22 @@ if __name__ == "__main__":  # before the heavy imports: mistakes answer at once,
 
 import torch
 
-from common import engine, health, memory, plain, runs, samples
+from common import engine, health, memory, runs, samples
+from common import single_process as plain
 from common.feed import mover, prefetch
+from common.metrics import Meter, due
 from common.optim import learning_rate
 from common.plan import Plan
 from common.report import write_report
 from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks, stop_requested
 from common.tokens import TokenDataset
-from common.track import Meter, due
-from models import mot, mot_adapter, mot_build, mot_clips, mot_eval, mot_music
-from models.mot_layout import Layout
+from models.mot import build as mot_build
+from models.mot import data as mot_clips
+from models.mot import evaluate as mot_eval
+from models.mot import generate as mot_music
+from models.mot import network as mot
+from models.mot import weights as mot_adapter
+from models.mot.layout import Layout
 
 # ---- model -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 import os
 
 import pytest
-import support
+
+from helpers import support
 
 os.environ.update(support.CPU)
 

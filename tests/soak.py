@@ -25,8 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune"), str(ROOT / "data")]
-import faults  # noqa: E402
-import support  # noqa: E402
+from helpers import faults, support  # noqa: E402
 
 STEPS, SAVE_EVERY = 50, 5
 JOB = (

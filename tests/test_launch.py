@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import support
 
 import dia_lora
+from helpers import support
 
 LAUNCH = support.ROOT / "launch.sh"
 VENV = str(Path(support.PYTHON).parent.parent)

@@ -9,13 +9,12 @@ import signal
 import subprocess
 from pathlib import Path
 
-import faults
 import pytest
-import slurm_cluster
-import support
 import torch
 from datasets import load_from_disk
 from safetensors.torch import load_file
+
+from helpers import faults, slurm_cluster, support
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 

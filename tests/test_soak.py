@@ -4,7 +4,8 @@ import json
 import subprocess
 
 import pytest
-import support
+
+from helpers import support
 
 
 @pytest.mark.distributed

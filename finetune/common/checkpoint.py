@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from common import elastic
+from common import reshard as elastic
 from common.config import UserError
 from common.runtime import Ranks, all_sum, free_memory, from_first, gather_names, on_first, redact, request_stop, say
 

@@ -1,6 +1,6 @@
 """DeepSpeed wiring: one wrapper module, one engine, and the few things that differ between ZeRO stages.
 
-DeepSpeed is imported where it is used: common/plain.py runs the same recipes without it.
+DeepSpeed is imported where it is used: common/single_process.py runs the same recipes without it.
 """
 
 from contextlib import contextmanager

@@ -45,3 +45,8 @@ def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, group_ran
     if wrapped != set(targets):
         raise RuntimeError(f"PEFT wrapped {len(wrapped)} modules instead of the {len(targets)} named ones")
     return peft_model
+
+
+def base_model(model):
+    """The model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

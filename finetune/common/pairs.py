@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from common import keyed
+from common import keyed_random as keyed
 from common.arrow import ArrowDataset, flat_views
 from common.config import UserError
 from common.runtime import Ranks, on_first, say

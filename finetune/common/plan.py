@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from common import keyed
+from common import keyed_random as keyed
 from common.config import UserError
 
 JITTER = 0.03  # clips whose lengths differ by less can change places from epoch to epoch

@@ -15,6 +15,7 @@ from common import checkpoint
 from common.checkpoint import write_json
 from common.config import EXIT_STOPPED, RunConfig, UserError
 from common.ds_config import stage_of
+from common.metrics import Meter, Totals, Tracker
 from common.optim import warmup_steps
 from common.runtime import (
     Ranks,
@@ -28,7 +29,6 @@ from common.runtime import (
     report_outcome,
     say,
 )
-from common.track import Meter, Totals, Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandbytes")

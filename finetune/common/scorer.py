@@ -13,7 +13,7 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from common import speech
+from common import speech_metrics as speech
 from common.config import UserError
 from common.runtime import still_alive
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune")]
-import support  # noqa: E402
+from helpers import support  # noqa: E402
 
 os.environ |= support.CPU
 

@@ -55,8 +55,8 @@ def plain_forms(cmgan):
 def one(form: str, seconds: float, channels: int) -> None:
     import torch
 
-    from models import cmgan
-    from models import cmgan_signal as signal
+    from models.cmgan import network as cmgan
+    from models.cmgan import signal
 
     if form == "plain":
         plain_forms(cmgan)

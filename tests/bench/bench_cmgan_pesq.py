@@ -41,7 +41,7 @@ def main() -> None:
     import cmgan
     from common.ds_config import resolve_ds
     from common.runtime import start_ranks
-    from models.cmgan_labels import Labels
+    from models.cmgan.labels import Labels
 
     pairs = ensure_demo(ROOT / "runs" / "demo-assets-cmgan", "cmgan") / "pairs"
     config = cmgan.Config(

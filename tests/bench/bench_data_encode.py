@@ -97,8 +97,9 @@ def plain_loop(source: Path, weights: Path, out: Path, threads: int) -> tuple[fl
 def our_workers(source: Path, weights: Path, workers: int) -> tuple[float, float, dict]:
     """Timed once every worker has given a result: loading the codec is not what is compared."""
     from encode import make_job
-    from sources import find_clips
-    from worker import run_workers
+
+    from lib.pool import run_workers
+    from lib.sources import find_clips
 
     clips = find_clips(source, "folder")
     job = make_job(clips, "dac", str(weights), False, 0.4, float("inf"))

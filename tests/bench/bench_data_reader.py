@@ -3,7 +3,7 @@
     python tests/bench/bench_data_reader.py
 
 Targets: open under 1 s, plan under 10 s with under 1 GB, random access at least 20 times the per-file .pt way.
-The dataset is written by data/store.py, the writer of data/encode.py. Needs about 1 GB of disk for a minute.
+The dataset is written by data/lib/store.py, the writer of data/encode.py. Needs about 1 GB of disk for a minute.
 """
 
 import json
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def write(folder: Path, clips: int, frames: tuple[int, int]) -> int:
-    import store
+    from lib import store
 
     draw = np.random.default_rng(0)
     lengths = draw.integers(*frames, clips)

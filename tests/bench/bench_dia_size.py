@@ -20,7 +20,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune"), str(ROOT / "data")]
-import support  # noqa: E402
+from helpers import support  # noqa: E402
 
 SIZES = {"tiny": (2, 2, 1 / 16), "large": (6, 6, 3 / 4), "real": (12, 18, 1)}  # encoder and decoder layers, width
 

@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "finetune"))
 
 import numpy as np
 
-from common import speech
-from models.buffer_doctor import overfit, pair
-from models.buffer_signal import Spec
-from models.buffer_stream import enhance_at
+from common import speech_metrics as speech
+from models.diffusion_buffer.diagnose import overfit, pair
+from models.diffusion_buffer.enhance import enhance_at
+from models.diffusion_buffer.signal import Spec
 
 
 def main() -> None:

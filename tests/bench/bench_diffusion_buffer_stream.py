@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "finetune"))
 import numpy as np
 import torch
 
-from models.buffer_doctor import awake, pair
-from models.buffer_signal import RATE, Spec
-from models.buffer_stream import Stream, Traced
-from models.diffusion_buffer import build_network
+from models.diffusion_buffer.diagnose import awake, pair
+from models.diffusion_buffer.enhance import Stream, Traced
+from models.diffusion_buffer.network import build_network
+from models.diffusion_buffer.signal import RATE, Spec
 
 DEMO = {
     "demo, ncsnpp 8": Spec(width=8, frames=16, buffer=8),

@@ -35,17 +35,20 @@ def main() -> None:
     from common.plan import Plan
     from common.runtime import all_sum, start_ranks
     from common.tokens import TokenDataset
-    from models import dia
+    from models.dia.data import Clips
+    from models.dia.evaluate import compute_loss
+    from models.dia.layout import layout_of
+    from models.dia.weights import load_dia
 
     ranks = start_ranks()
     demo = ensure_demo(ROOT / "runs" / "demo-assets")
     assets = {"model": str(demo / "dia"), "data": str(demo / "tokens" / "train")}
     # A constant, small rate: all sides then walk through the same weights and can be compared step by step.
     config = dia_lora.Config(**assets, precision="fp32", lora_dropout=0.0, lr=1e-4, weight_decay=0.0, micro_tokens=2048)
-    layout = dia.layout_of(dia.load_dia(config.model, torch.float32).config)
-    clips = dia.Clips(TokenDataset(config.data), layout, config, {}, train=True)
+    layout = layout_of(load_dia(config.model, torch.float32).config)
+    clips = Clips(TokenDataset(config.data), layout, config, {}, train=True)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    loss_of = functools.partial(dia.compute_loss, clips=clips)
+    loss_of = functools.partial(compute_loss, clips=clips)
 
     def batch_of(step):
         epoch, chosen = plan.micro_batch(step)

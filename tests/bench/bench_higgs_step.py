@@ -30,8 +30,8 @@ def main() -> None:
     from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
     from common.loss import fuse_head
-    from models.higgs import higgs_loss
-    from models.higgs_layout import Layout, build_row, collate
+    from models.higgs.evaluate import higgs_loss
+    from models.higgs.layout import Layout, build_row, collate
 
     torch.manual_seed(0)
     config = HiggsAudioV2Config(

@@ -23,8 +23,8 @@ def sides():
     import torch
     from torch.nn import functional as F
 
-    from models.mot import AudioHead
-    from models.mot_layout import Layout, music
+    from models.mot.layout import Layout, music
+    from models.mot.network import AudioHead
 
     torch.manual_seed(0)
     layout = Layout(V, ids="shared")

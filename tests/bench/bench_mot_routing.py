@@ -21,7 +21,7 @@ def main() -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from models.mot import Route, routed
+    from models.mot.network import Route, routed
 
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=WIDTH, intermediate_size=4 * WIDTH)

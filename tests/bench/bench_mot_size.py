@@ -19,7 +19,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune")]
-import support  # noqa: E402
+from helpers import support  # noqa: E402
 
 ENCODEC = {"codec": "encodec", "sample_rate": 32000, "hop": 640, "codebooks": 4, "codebook_size": 2048, "channels": 4}
 # Llama: width, layers, intermediate, heads, kv, head, vocabulary; MusicGen: width, layers, feed-forward.

@@ -13,13 +13,13 @@ import threading
 from pathlib import Path
 
 import pytest
-import support
 import torch
 from torch import nn
 
 from common import checkpoint, runtime
 from common.config import RunConfig, UserError
 from common.ds_config import resolve_ds
+from helpers import support
 
 IDENTITY = {"lr": 1e-3, "data_fingerprint": "abc", "lora_groups": ["attn"]}
 

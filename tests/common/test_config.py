@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import support
 
 from common.config import EXIT_USER_ERROR, RunConfig, flag, parse_args
+from helpers import support
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -229,12 +229,3 @@ def test_the_flags_are_these(recipe, monkeypatch):
     parse_args(importlib.import_module(recipe).Config, "doc", [])
     hidden = {"-h", "--help", "--local_rank", "--local-rank"}
     assert [word for word in seen if word not in hidden] == FLAGS[recipe].split()
-
-
-@pytest.mark.parametrize("recipe", FLAGS)
-def test_a_reader_of_one_recipe_knows_them_all(recipe):
-    """The same verbs in every script, and the whole of it in one sitting."""
-    module = importlib.import_module(recipe)
-    for verb in ("build_model", "build_data", "compute_loss", "export", "train", "main"):
-        assert callable(getattr(module, verb)), verb
-    assert len((ROOT / "finetune" / f"{recipe}.py").read_text().splitlines()) <= 350

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import support
 
-from common import keyed
+from common import keyed_random as keyed
 from common.config import UserError
 from common.pairs import Crops, PairDataset, speech_frames, split_pairs
+from helpers import support
 
 
 def clip(name: str, samples: int, seed: int = 0) -> dict:

@@ -8,13 +8,13 @@ import time
 
 import numpy as np
 import pytest
-import support
-from support import voice as sounds
 
 from common import scorer as scorer_module
 from common.config import UserError
 from common.scorer import Scorer, collect, measured, processes_a_rank
-from common.speech import measure, pesq_wb
+from common.speech_metrics import measure, pesq_wb
+from helpers import support
+from helpers.support import voice as sounds
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-import usage
+
+from lib import errors as usage
 
 
 @pytest.fixture(scope="session")
 def dac(tmp_path_factory) -> Path:
     """A tiny random DAC of the real architecture."""
-    import demo
+    from demos import dia
 
     folder = tmp_path_factory.mktemp("codec") / "dac"
-    demo.save_codec(folder)
+    dia.save_codec(folder)
     return folder
 
 

@@ -1,0 +1,128 @@
+"""Going on with another number of ranks or another ZeRO stage, through DeepSpeed's universal checkpoints.
+
+The converter is DeepSpeed's: a folder a parameter with its fp32 master and Adam's moments, whole. The loader is not:
+DeepSpeed 0.19.8's own gives every parameter group the hyperparameters of the first one under ZeRO-3 (weight decay on
+norms, one rate for all layers), and cannot go from one stage to another.
+
+    python finetune/common/reshard.py SHARDS OUT        converts, in a process of its own
+"""
+
+import argparse
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from common.config import UserError
+
+
+def convert(checkpoint: Path, tag: str, out: Path, has_average: bool) -> None:
+    """OUT/weights and, if the run keeps one, OUT/average: universal checkpoints of the masters and their average."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    shards = {"weights": checkpoint / tag}
+    if has_average:
+        shards["average"] = out / "average-shards"
+        _with_average_as_masters(checkpoint, checkpoint / tag, shards["average"])
+    for name, folder in shards.items():
+        words = [sys.executable, "-m", "common.reshard", folder, out / name]
+        done = subprocess.run(
+            list(map(str, words)), cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            raise UserError(f"checkpoint {checkpoint} cannot be converted for other ranks: {lines[-1]}")
+
+
+def _with_average_as_masters(checkpoint: Path, shards: Path, out: Path) -> None:
+    """A copy of the shards in which the average, which is cut like the masters, stands in their place."""
+    out.mkdir()
+    for file in shards.iterdir():
+        if not file.name.endswith("_optim_states.pt"):
+            shutil.copy2(file, out)
+            continue
+        rank = int(file.name.split("zero_pp_rank_")[1].split("_")[0])
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        average = torch.load(checkpoint / f"average-{rank:05d}.pt", map_location="cpu", weights_only=True)
+        inner = state["optimizer_state_dict"]
+        inner["fp32_flat_groups" if "fp32_flat_groups" in inner else "single_partition_of_fp32_groups"] = average
+        torch.save(state, out / file.name)
+
+
+def load(folder: Path, engine, average) -> None:
+    """Each rank takes its own share of what `convert` wrote."""
+    from common.engine import masters, masters_changed
+
+    step = _steps_taken(folder / "weights" / "zero")
+    shares = {key: _shares(folder / "weights", engine, key) for key in ("exp_avg", "exp_avg_sq", "fp32")}
+    for i, master in enumerate(masters(engine, parameters=True)):
+        master.data.copy_(shares["fp32"][i])
+        state = engine.optimizer.optimizer.state[master]
+        state["step"] = step if offloaded(engine) else torch.tensor(float(step))
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = shares[key][i].to(master.device)
+    if average.decay:
+        for mine, share in zip(average.shadow, _shares(folder / "average", engine, "fp32"), strict=True):
+            mine.copy_(share)
+    masters_changed(engine)
+
+
+def offloaded(engine) -> bool:
+    return bool(engine.zero_offload_optimizer())
+
+
+def _steps_taken(folder: Path) -> int:
+    for file in sorted(folder.glob("*/step.pt")):
+        return int(torch.load(file, weights_only=True))
+    state = torch.load(folder / "optimizer_state.pt", weights_only=True, map_location="cpu")
+    return int(state["optimizer_state_dict"]["state"][0]["step"])
+
+
+def _shares(folder: Path, engine, key: str) -> list[torch.Tensor]:
+    """This rank's part of every parameter, laid out as its flat masters are."""
+    optimizer, stage, shares = engine.optimizer, engine.zero_optimization_stage(), []
+
+    def whole(parameter) -> torch.Tensor:
+        value = torch.load(folder / "zero" / optimizer.param_names[parameter] / f"{key}.pt", weights_only=True)
+        return (value["param"] if isinstance(value, dict) else value).flatten()
+
+    from common.engine import masters
+
+    for group, master in enumerate(masters(engine)):
+        share = torch.zeros_like(master, device="cpu")
+        if stage == 3:  # every parameter is cut into equal parts, one a rank
+            place = 0
+            for parameter in optimizer.fp16_groups[group]:
+                size = math.ceil(parameter.ds_numel / engine.dp_world_size)
+                part = whole(parameter)[engine.global_rank * size :][:size]
+                share[place : place + len(part)] = part
+                place += size
+        else:  # the parameters are laid end to end and that is cut
+            for parameter in optimizer.bit16_groups[group]:
+                if parameter._hp_mapping is not None:
+                    here, there = parameter._hp_mapping.hp_fragment_address, parameter._hp_mapping.lp_fragment_address
+                    part = whole(parameter)[there.start : there.start + there.numel]
+                    share[here.start : here.start + here.numel] = part
+        shares.append(share)
+    return shares
+
+
+def main() -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    from common.checkpoint import allow_list
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    allow_list()
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    ds_to_universal.main(
+        argparse.Namespace(input_folder=sys.argv[1], output_folder=sys.argv[2], inject_missing_state=True, **options)
+    )
+
+
+if __name__ == "__main__":
+    main()

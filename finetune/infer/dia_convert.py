@@ -1,0 +1,66 @@
+"""Dia model folders from other forms; every result loads with DiaForConditionalGeneration.from_pretrained.
+
+    python finetune/infer/dia_convert.py native dia-v0_1.pth my-dia                  the authors' own release format
+    python finetune/infer/dia_convert.py stereo my-dia my-stereo-dia                 9 channels to 18, the same function
+    python finetune/infer/dia_convert.py average mean-dia runs/x/checkpoints/step-*  mean of checkpoints or models
+
+`average` of one checkpoint exports it, such as the best one that checkpoints/index.json names.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
+
+from common.config import EXIT_USER_ERROR, UserError
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    native = verbs.add_parser("native", help="import the native .pth or .safetensors")
+    native.add_argument("file", type=Path)
+    native.add_argument("out", type=Path)
+    stereo = verbs.add_parser("stereo", help="widen a mono model")
+    stereo.add_argument("model", help="folder or hub id")
+    stereo.add_argument("out", type=Path)
+    average = verbs.add_parser("average", help="mean of checkpoints of dia_full or of model folders")
+    average.add_argument("out", type=Path)
+    average.add_argument("sources", type=Path, nargs="+")
+    return parser.parse_args()
+
+
+def convert(args) -> None:
+    if args.out.exists():
+        raise UserError(f"{args.out} exists already.")
+    import torch
+
+    from models.dia import weights as dia_weights
+    from models.dia.weights import load_dia
+
+    if args.verb == "native":
+        dia_weights.import_native(args.file, args.out)
+    elif args.verb == "average":
+        dia_weights.average(args.sources, args.out)
+    else:
+        model = load_dia(args.model, torch.float32)
+        channels = model.config.decoder_config.num_channels
+        dia_weights.widen(model, {"zero_optimization": {"stage": 0}})
+        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+        dia_weights.write_model(args.out, model, weights, args.model, {}, {"widened_from": channels})
+    print(f"model in {args.out}")
+
+
+def main() -> None:
+    try:
+        convert(parse_args())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

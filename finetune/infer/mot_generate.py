@@ -1,0 +1,134 @@
+"""Make music with an adapter that llama_mot.py trained, or write its tables into a plain Llama folder.
+
+python finetune/infer/mot_generate.py --adapter runs/my-music/export --caption "A slow piano." --wav piano.wav
+python finetune/infer/mot_generate.py --adapter runs/my-music/export --caption "..." --continue start.npy --wav more.wav
+python finetune/infer/mot_generate.py --adapter runs/my-music/export --merge-tables my-music-tables
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
+
+from common.config import EXIT_USER_ERROR, UserError
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--adapter", required=True, help="folder that llama_mot.py exported")
+    parser.add_argument("--model", help="Llama; default: the one the adapter names")
+    parser.add_argument("--caption", help="what the music is like")
+    parser.add_argument("--wav", help="where to write the sound; codes (.npy) and facts (.json) go beside it")
+    parser.add_argument("--codec", help="EnCodec: folder or hub id; default: the one the adapter was trained with")
+    parser.add_argument("--continue", dest="start", metavar="NPY", help="codes (frames, codebooks) to go on from")
+    parser.add_argument("--seconds", type=float, default=10.0, help="longest new music (default: %(default)s)")
+    parser.add_argument("--min-seconds", type=float, default=0.0, help="no end before (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[1.0], help="one, or one a codebook; 0 = most likely"
+    )
+    parser.add_argument("--top-k", type=int, default=250, help="0 = all codes (default: %(default)s)")
+    parser.add_argument("--guidance", type=float, default=3.0, help="1 = off (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--merge-tables", help="write Llama with the music rows in its tables instead of playing")
+    return parser.parse_args()
+
+
+def play(args) -> None:
+    import numpy as np
+    import torch
+
+    from models.mot.data import Tokenizer
+    from models.mot.generate import collapse, generate
+    from models.mot.layout import code_ids
+    from models.mot.weights import load_adapter
+
+    model, description = load_adapter(Path(args.adapter), args.model, torch.float32)
+    layout, codec = model.layout, description["codec"]
+    if args.guidance != 1 and not description["training"]["caption_dropout"]:
+        raise UserError(f"--guidance {args.guidance:g}: this adapter never saw music without a caption; use 1.")
+    if len(args.temperature) not in (1, layout.codebooks):
+        raise UserError(f"--temperature takes 1 or {layout.codebooks} numbers.")
+    weights = args.codec or codec["weights"]
+    if not weights:
+        raise UserError("--codec is needed: the adapter's dataset does not know its codec's weights.")
+    prefix = np.zeros((0, layout.codebooks), dtype=np.int64)
+    if args.start:
+        try:
+            prefix = np.load(args.start, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"--continue {args.start} cannot be read: {error}.") from None
+        code_ids(prefix, layout)  # names what does not fit
+    tokenizer = Tokenizer(args.model or description["base_model_name_or_path"])
+    rate = codec["sample_rate"] / codec["hop"]
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    [(codes, ended)] = generate(
+        model,
+        tokenizer([args.caption]),
+        max(1, int(args.seconds * rate)),
+        [args.seed],
+        no_text=tokenizer.no_text,
+        min_frames=max(1, int(args.min_seconds * rate)),
+        temperature=(args.temperature * layout.codebooks)[: layout.codebooks],
+        top_k=args.top_k,
+        guidance=args.guidance,
+        prefixes=[prefix],
+    )
+    wav = Path(args.wav)
+    whole = np.concatenate([prefix, codes]).astype(np.int16)
+    decode(whole, weights, wav)
+    np.save(wav.with_suffix(".npy"), whole, allow_pickle=False)
+    digest = hashlib.sha256((Path(args.adapter) / "adapter_model.safetensors").read_bytes()).hexdigest()
+    facts = {"caption": args.caption, "seed": args.seed, "temperature": args.temperature, "top_k": args.top_k}
+    facts |= {"guidance": args.guidance, "adapter_sha256": digest, "ended": ended, **collapse(codes)}
+    wav.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    print(f"{len(codes) / rate:.2f} s in {wav}{'' if ended else ' (cut at --seconds)'}")
+
+
+def decode(codes, weights: str, wav: Path) -> None:
+    """Codes to sound by data/decode.py; a failure is an error, and nothing is written in its place."""
+    import numpy as np
+
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "music.npy"
+        np.save(file, codes, allow_pickle=False)
+        decoder = Path(__file__).resolve().parents[2] / "data" / "decode.py"
+        if subprocess.run([sys.executable, decoder, "--codec-weights", weights, file], check=False).returncode:
+            raise UserError(f"--codec {weights} could not decode the music; see its message above.")
+        wav.write_bytes(file.with_suffix(".wav").read_bytes())
+
+
+def merge(args) -> None:
+    import torch
+
+    from models.mot.weights import load_adapter, merge_tables
+
+    out = Path(args.merge_tables)
+    if out.exists():
+        raise UserError(f"--merge-tables {out} exists already.")
+    merge_tables(load_adapter(Path(args.adapter), args.model, torch.float32)[0], out)
+    print(f"Llama with music rows in {out}; playing still needs the adapter")
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        if args.merge_tables:
+            merge(args)
+        elif args.caption and args.wav:
+            play(args)
+        else:
+            raise UserError("give --caption and --wav to make music, or --merge-tables.")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

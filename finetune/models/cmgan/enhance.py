@@ -1,0 +1,89 @@
+"""A whole recording through CMGAN. Long ones go in overlapping windows that fade into each other."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.config import UserError
+from common.enhance_folder import enhance_files
+from models.cmgan import signal
+from models.cmgan.weights import load_networks
+
+FADE = signal.RATE  # one second: normalisation and attention see their window only, and a hard seam is heard
+SHORTEST = signal.N_FFT  # samples; the reflection at the edges needs half of it
+
+
+def windows(length: int, window: int) -> list[int]:
+    """Where the windows start: evenly spread, neighbours overlapping by a fade or more."""
+    if length <= window:
+        return [0]
+    count = math.ceil((length - FADE) / (window - FADE))
+    return [round(k * (length - window) / (count - 1)) for k in range(count)]
+
+
+@torch.no_grad()
+def enhance_blocks(model, read: Callable, length: int, scale: float, window: int, device) -> Iterator[np.ndarray]:
+    """The enhanced samples in order; `read(start, count)` gives noisy ones, `scale` is the whole recording's."""
+    starts = windows(length, window)
+    fade_in = 0.5 - 0.5 * np.cos(np.pi * (np.arange(FADE) + 0.5) / FADE)
+    tail = None
+    for start, following in zip(starts, [*starts[1:], None], strict=True):
+        count = min(window, length)
+        noisy = torch.as_tensor(read(start, count), dtype=torch.float32, device=device) * scale
+        padded = torch.nn.functional.pad(noisy, (0, max(0, SHORTEST - count)))
+        estimate = model(signal.spectrum(padded[None]))
+        wave = signal.wave_of(estimate, len(padded))[0, :count].cpu().numpy() / scale
+        if tail is not None:
+            wave[:FADE] = fade_in * wave[:FADE] + (1 - fade_in) * tail
+        if following is None:
+            yield wave
+        else:
+            overlap = following - start
+            yield wave[:overlap]
+            tail = wave[overlap : overlap + FADE].copy()
+
+
+def scale_of(power: float) -> float:
+    """The factor that gives a recording of this mean square unit power."""
+    return 1.0 if power < signal.SILENT else power**-0.5
+
+
+def enhance(model, noisy: np.ndarray, window: int, device) -> np.ndarray:
+    """(L,) float samples -> (L,), normalised by the whole recording."""
+    scale = scale_of(float(np.square(noisy, dtype=np.float64).mean()))
+    blocks = enhance_blocks(model, lambda start, count: noisy[start : start + count], len(noisy), scale, window, device)
+    return np.concatenate(list(blocks))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def enhance_folder(model, source: Path, out: Path, window: int, device) -> None:
+    """Every recording below `source`, of any length in bounded memory, normalised by its whole power."""
+
+    def enhance_one(recording, power: float, write: Callable) -> str:
+        def read(start: int, count: int) -> np.ndarray:
+            recording.seek(start)
+            return recording.read(count, dtype="float32")
+
+        over = 0
+        for block in enhance_blocks(model, read, recording.frames, scale_of(power), window, device):
+            over += int((np.abs(block) > 1).sum())
+            write(block)
+        return f", {over} samples beyond full scale" if over else ""
+
+    model.eval()
+    enhance_files(source, out, signal.RATE, enhance_one)
+
+
+def main(config) -> None:
+    """--enhance."""
+    if not config.model or not config.out:
+        raise UserError("--enhance needs --model and --out.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator, _ = load_networks(config.model)
+    window = int(config.window_seconds * signal.RATE)
+    enhance_folder(generator.to(device), Path(config.enhance), Path(config.out), window, device)

@@ -1,0 +1,124 @@
+"""CMGAN's weights on disk: the published checkpoint, what this project exports, and what a run saves."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from common.checkpoint import allow_list, write_json
+from common.config import UserError
+from common.runs import fresh, replace
+from models.cmgan import signal
+from models.cmgan.network import Discriminator, TSCNet
+
+# torch's newer way to spell a spectrally normalised weight -> the published way
+NEWER = {"original": "weight_orig", "0._u": "weight_u", "0._v": "weight_v"}
+
+
+def load_networks(path: str) -> tuple[TSCNet, Discriminator | None]:
+    """The generator and, where it is there too, its discriminator. The widths are those of the weights.
+
+    `path`: a bare generator state_dict as published (.pt, .safetensors or without a suffix), an export folder, a
+    checkpoint of a run, or a run folder, whose export is taken.
+    """
+    place = Path(path)
+    if (place / "export").is_dir():
+        place = place / "export"
+    if place.is_file():
+        return build_generator(read_file(place), place), None
+    if (place / "generator.safetensors").is_file():
+        generator = build_generator(read_file(place / "generator.safetensors"), place)
+        other = place / "discriminator.safetensors"
+        return generator, build_discriminator(read_file(other), other) if other.is_file() else None
+    if (place / "g").is_dir() and (place / "d").is_dir():
+        return build_generator(_engine_file(place / "g"), place), build_discriminator(_engine_file(place / "d"), place)
+    raise UserError(f"--model {path} is neither a checkpoint file nor a folder with CMGAN's weights.")
+
+
+def _engine_file(folder: Path) -> dict[str, torch.Tensor]:
+    """What DeepSpeed saved of an engine, without its wrapper's prefix."""
+    (file,) = folder.glob("*model_states.pt")
+    allow_list()
+    weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
+    return {name.removeprefix("model."): value for name, value in weights.items()}
+
+
+def read_file(path: Path) -> dict[str, torch.Tensor]:
+    """A state_dict from safetensors or a pickle; of a pickle nothing but tensors is ever loaded."""
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--model {path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # torch raises whatever the damaged or foreign pickle makes it raise
+        raise UserError(f"--model {path} is no plain checkpoint of tensors ({type(error).__name__}).") from None
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise UserError(f"--model {path} holds no bare state_dict; save the generator's state_dict alone.")
+    return content
+
+
+def published_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the prefix of DistributedDataParallel, and with the published names of spectral norm."""
+    found = {}
+    for name, value in weights.items():
+        name = re.sub(
+            r"parametrizations\.weight\.(original|0\._u|0\._v)$",
+            lambda match: NEWER[match[1]],
+            name.removeprefix("module."),
+        )
+        found[name] = value
+    return found
+
+
+def build_generator(weights: dict[str, torch.Tensor], path: Path) -> TSCNet:
+    weights = published_names(weights)
+    first = weights.get("dense_encoder.conv_1.0.weight")
+    return _fill(TSCNet(len(first)) if first is not None else TSCNet(), weights, path)
+
+
+def build_discriminator(weights: dict[str, torch.Tensor], path: Path) -> Discriminator:
+    weights = published_names(weights)
+    first = weights.get("layers.0.weight_orig")
+    return _fill(Discriminator(len(first)) if first is not None else Discriminator(), weights, path)
+
+
+def _fill(model, weights: dict[str, torch.Tensor], path: Path):
+    wanted = model.state_dict()
+    wrong = sorted(set(wanted) ^ set(weights))
+    wrong = wrong or [name for name, value in wanted.items() if value.shape != weights[name].shape]
+    if wrong:
+        raise UserError(
+            f"--model {path} is no CMGAN {type(model).__name__}: {len(wrong)} weights do not fit, such as {wrong[0]}."
+        )
+    model.load_state_dict(weights)
+    return model
+
+
+def write_export(folder: Path, generator: dict, discriminator: dict, facts: dict) -> None:
+    """export/: safetensors under the published names, config.json, and generator.pt as published; whole or absent."""
+    final, draft = folder / "export", folder / ".export.tmp"
+    fresh(draft)
+    generator = {name: value.detach().cpu().contiguous() for name, value in generator.items()}
+    save_file(generator, draft / "generator.safetensors")
+    save_file({n: v.detach().cpu().contiguous() for n, v in discriminator.items()}, draft / "discriminator.safetensors")
+    torch.save(generator, draft / "generator.pt")
+    config = {
+        "model_type": "cmgan",
+        "sample_rate": signal.RATE,
+        "n_fft": signal.N_FFT,
+        "hop": signal.HOP,
+        "window": "hamming, periodic",
+        "compression": signal.POWER,
+        "normalisation": "noisy to unit power",
+        "channels": len(generator["dense_encoder.conv_1.0.weight"]),
+    }
+    write_json(draft / "config.json", config | facts)
+    replace(draft, final)
+
+
+def read_facts(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))

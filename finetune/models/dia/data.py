@@ -1,0 +1,243 @@
+"""Token datasets as Dia's batches. Shapes as in layout.py."""
+
+import numpy as np
+import torch
+
+from common import keyed_random as keyed
+from common.config import UserError
+from common.lora import base_model
+from common.loss import IGNORE
+from common.runtime import Ranks, on_first, say
+from common.tokens import TokenDataset
+from models.dia.layout import Layout, augment_tags, delayed, layout_of, text_bytes, with_speaker
+
+CHANNEL_WEIGHTS = {"equal": (1.0,), "first4x": (4.0, 1.0)}  # the last value holds for all further channels
+
+# ---- batches ---------------------------------------------------------------------------------------------------
+
+
+class Clips:
+    """A token dataset seen by one recipe: which clips, which part of each, with which text."""
+
+    def __init__(self, tokens: TokenDataset, layout: Layout, config, tag_map: dict[str, int], train: bool):
+        self.tokens, self.layout, self.config, self.tag_map, self.train = (
+            tokens,
+            layout,
+            config,
+            tag_map,
+            train,
+        )
+        # The ids right after the codes are EOS, PAD and BOS: a larger codebook would reach into them.
+        tokens.require(codec="dac", channels=layout.channels, codebook_size=layout.eos)
+        if config.over_long == "crop" and config.text_mode == "speech":
+            raise UserError("--over-long crop is for --text-mode tags: a transcript belongs to its whole clip.")
+        if not config.max_seconds >= 0:
+            raise UserError(f"--max-seconds {config.max_seconds:g} is negative or no number.")
+        window = layout.max_positions
+        if config.max_seconds:
+            # frames a second come from the dataset's codec: never a literal
+            rate = tokens.info["sample_rate"] / tokens.info["hop"]
+            window = int(min(window, config.max_seconds * rate + layout.tail))
+            if window <= layout.tail:
+                raise UserError(f"--max-seconds {config.max_seconds:g} is less than one frame ({1 / rate:.3f} s).")
+        self.window = window
+        whole = tokens.frames.astype(np.int64) + layout.tail
+        self.kept = tokens.rows_of_split(train)
+        self.dropped = 0
+        too_long = whole[self.kept] > window
+        if too_long.any() and config.over_long != "crop":
+            longest = int(self.kept[np.argmax(whole[self.kept])])
+            if config.over_long == "error":
+                raise UserError(
+                    f"{tokens.folder}: clip {tokens.id(longest)!r} takes {whole[longest]} positions, over the limit"
+                    f" of {window} (--max-seconds and the model's own); use --over-long drop, or crop for tag prompts."
+                )
+            self.kept, self.dropped = self.kept[~too_long], int(too_long.sum())
+        self._check_texts()
+        self.lengths = np.minimum(whole[self.kept], window)
+        self.weights = _channel_weights(config.channel_weights, layout.channels)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def _check_texts(self) -> None:
+        """Finds over-long, missing and broken texts before training. NFC can at most triple a text's bytes."""
+        limit, too_long = self.layout.max_text, []
+        for i in np.intersect1d(self.kept, self.tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")):
+            text_bytes(self._text(i), self.tag_map, self.tokens.id(i))  # says which character it is
+        for i in np.intersect1d(self.kept, self.tokens.long_texts(limit // 3)):
+            text = self._text(i)
+            if self.config.text_mode == "tags":
+                text = max(text, augment_tags(text, 0.0, 0), key=len)  # "a,b" is longer as "a, b"
+            size = len(text_bytes(text, self.tag_map, self.tokens.id(i)))
+            if size > limit:
+                if self.config.over_long_text == "error":
+                    raise UserError(
+                        f"{self.tokens.folder}: the text of clip {self.tokens.id(i)!r} has {size} bytes, the model"
+                        f" takes {limit}; shorten it or use --over-long-text drop."
+                    )
+                too_long.append(i)
+        empty = np.setdiff1d(self.kept, self.tokens.long_texts(0))
+        if len(empty) and not self.config.allow_empty_text:
+            raise UserError(
+                f"{self.tokens.folder}: clip {self.tokens.id(int(empty[0]))!r} has no text ({len(empty)} in all);"
+                " add texts, or use --allow-empty-text."
+            )
+        self.kept = np.setdiff1d(self.kept, too_long)
+        self.dropped += len(too_long)
+
+    def _text(self, i: int) -> str:
+        return with_speaker(self.tokens.text(i), self.config.text_mode)
+
+    def part(self, clip: int, epoch: int) -> tuple[int, int, int, bool]:
+        """First frame, end frame, decoder positions and whether the clip's true end is in."""
+        i = self.kept[clip]
+        frames, tail = int(self.tokens.frames[i]), self.layout.tail
+        if frames + tail <= self.window:
+            return 0, frames, frames + tail, True
+        last = frames - (self.window - tail)  # from here the rest of the clip and its EOS fit
+        start = 0
+        if self.train:
+            start = int(keyed.uniform(self.config.seed, epoch, self.tokens.id(i), "window") * (last + 1))
+        if start + self.window > frames:
+            return last, frames, self.window, True
+        return start, start + self.window, self.window, False
+
+    def target_weight(self, clips, epoch: int) -> float:
+        """Sum of the token weights of these clips' targets: known from lengths alone, on every rank."""
+        total = 0.0
+        eos_extra = self.config.eos_weight - 1
+        for clip in clips:
+            start, end, positions, final = self.part(clip, epoch)
+            if final:
+                total += self.weights.sum() * (end - start + 1 + eos_extra)
+            else:
+                total += (self.weights * np.maximum(0, positions - np.array(self.layout.delay))).sum()
+        return total
+
+    def text(self, clip: int, epoch: int, step: int) -> np.ndarray:
+        """Byte ids; all zero for a keyed share of the samples, which is what guidance compares with."""
+        i, config = self.kept[clip], self.config
+        name, text = self.tokens.id(i), self._text(i)
+        if self.train and config.text_mode == "tags":
+            text = augment_tags(text, config.tag_dropout, config.tag_limit, config.seed, epoch, name)
+        ids = text_bytes(text, self.tag_map, name)
+        if self.train:
+            key = (config.seed, step) if config.uncond_scope == "step" else (config.seed, epoch, name)
+            if keyed.uniform(*key, "uncond") < config.uncond:
+                # Zero ids with the mask kept, as generation does it; a zero mask is another thing to the model.
+                ids = np.zeros(len(ids), dtype=np.uint8)
+        return ids if len(ids) else np.zeros(1, dtype=np.uint8)
+
+    def batch(self, clips, epoch: int = 0, step: int = 0) -> dict:
+        """Right-padded tensors of these clips."""
+        layout = self.layout
+        texts, sequences, names = [], [], []
+        for clip in clips:
+            start, end, positions, final = self.part(clip, epoch)
+            codes = self.tokens.codes(self.kept[clip])[start:end]
+            name = self.tokens.id(self.kept[clip])
+            # An id of another channel's range would silently read that channel's embedding.
+            if codes.min() < 0 or codes.max() >= self.tokens.info["codebook_size"]:
+                code = min(codes.min(), 0) or codes.max()
+                raise UserError(f"{self.tokens.folder}: clip {name!r} holds the code {code}, out of range.")
+            texts.append(self.text(clip, epoch, step))
+            sequences.append(delayed(codes, layout, positions, final))
+            names.append(name)
+        input_ids, attention_mask = pad_texts(texts)
+        longest = max(len(inputs) for inputs, _ in sequences)
+        ids = np.full((len(clips), longest, layout.channels), layout.pad, dtype=np.int64)
+        labels = np.full_like(ids, IGNORE)
+        mask = np.zeros((len(clips), longest), dtype=np.int64)
+        for row, (inputs, targets) in enumerate(sequences):
+            ids[row, : len(inputs)], labels[row, : len(targets)], mask[row, : len(inputs)] = (
+                inputs,
+                targets,
+                1,
+            )
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "decoder_input_ids": torch.from_numpy(ids),
+            "decoder_attention_mask": torch.from_numpy(mask),
+            "labels": torch.from_numpy(labels),
+            "ids": names,
+            "positions": mask.size,
+        }
+
+    def id(self, clip: int) -> str:
+        return self.tokens.id(self.kept[clip])
+
+    def fingerprint(self) -> dict:
+        return {"data": self.tokens.fingerprint()}
+
+    def warn(self) -> None:
+        """Says what trains but is probably not meant."""
+        if self.dropped:
+            say(f"warning: {self.dropped} clips of {self.tokens.folder} are too long and left out")
+        if self.config.uncond == 0 and self.train:
+            say("warning: --uncond 0 trains no unconditional rows: guidance above 1 will sound worse")
+        if self.config.text_mode == "speech":
+            odd = self.tokens.texts_matching(r"^\s*\[S2\]|\[S1\][^\[]*\[S1\]|\[S2\][^\[]*\[S2\]")
+            if len(odd):
+                say(f"warning: in {len(odd)} texts the speakers do not begin with [S1] or do not alternate")
+
+
+class WithRehearsal:
+    """Clips to learn and, counted on after them, clips not to forget. A micro-batch holds only one kind (plan.Mix)."""
+
+    def __init__(self, clips: Clips, rehearsal: Clips):
+        self.parts = (clips, rehearsal)
+        self.config, self.layout, self.weights = clips.config, clips.layout, clips.weights
+        self.lengths = np.concatenate([clips.lengths, rehearsal.lengths])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _own(self, chosen) -> tuple[Clips, np.ndarray]:
+        chosen, first = np.asarray(chosen), len(self.parts[0])
+        return (self.parts[1], chosen - first) if chosen[0] >= first else (self.parts[0], chosen)
+
+    def batch(self, chosen, epoch: int = 0, step: int = 0) -> dict:
+        clips, own = self._own(chosen)
+        return clips.batch(own, epoch, step)
+
+    def target_weight(self, chosen, epoch: int) -> float:
+        clips, own = self._own(chosen)
+        return clips.target_weight(own, epoch)
+
+    def id(self, clip: int) -> str:
+        clips, (own,) = self._own([clip])
+        return clips.id(own)
+
+    def fingerprint(self) -> dict:
+        return {"data": self.parts[0].tokens.fingerprint(), "rehearsal": self.parts[1].tokens.fingerprint()}
+
+
+def _channel_weights(name: str, channels: int) -> np.ndarray:
+    values = CHANNEL_WEIGHTS[name]
+    return np.array([values[min(c, len(values) - 1)] for c in range(channels)])
+
+
+def build_data(path: str, model, config, tag_map: dict[str, int], ranks: Ranks, train: bool) -> Clips | None:
+    """A token dataset, checked against the model and, on the first rank, for damage; None without a path."""
+    if not path:
+        return None
+    tokens = TokenDataset(path)
+    if config.verify_data:
+        on_first(tokens.verify, ranks)
+    clips = Clips(tokens, layout_of(base_model(model).config), config, tag_map, train)
+    if not len(clips):
+        raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
+    clips.warn()
+    return clips
+
+
+def pad_texts(texts: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (B, S) padded right with 0, and the mask: from lengths, because unconditional rows are all 0 too."""
+    longest = max(1, max(map(len, texts)))
+    ids = np.zeros((len(texts), longest), dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], mask[row, : len(text)] = text, 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)

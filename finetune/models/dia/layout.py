@@ -1,0 +1,146 @@
+"""Dia's text path and sequence layout: from a text and codes to what the model sees, from its states to their labels.
+
+Shapes: B clips, S text bytes, L decoder positions, C channels (9 codebooks, or 18 for stereo), T codec frames.
+"""
+
+import json
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import keyed_random as keyed
+from common.config import UserError
+from common.lora import base_model
+from common.loss import IGNORE
+
+SPEAKER_BYTES = {"[S1]": "\x01", "[S2]": "\x02"}
+
+# ---- text ------------------------------------------------------------------------------------------------------
+
+
+def read_tag_map(path: str) -> dict[str, int]:
+    """Tags that become one control byte each, such as {"[de]": 4}. The two speaker tags are built in."""
+    if not path:
+        return {}
+    try:
+        tag_map = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--tag-map {path} cannot be read as JSON: {error}.") from None
+    if not isinstance(tag_map, dict) or not all(isinstance(byte, int) for byte in tag_map.values()):
+        raise UserError(f'--tag-map {path} must be an object such as {{"[de]": 4}}.')
+    tag_map = {unicodedata.normalize("NFC", tag): byte for tag, byte in tag_map.items()}  # as texts are
+    for tag, byte in tag_map.items():
+        if not tag or tag in SPEAKER_BYTES:
+            raise UserError(f"--tag-map {path}: {tag!r} is empty or a speaker tag, which is built in.")
+        # 0 is padding, 1 and 2 are the speakers, 8 to 13 are white space controls, 32 is the blank.
+        if not (3 <= byte <= 7 or 14 <= byte <= 31):
+            raise UserError(f"--tag-map {path}: {tag!r} has byte {byte}; use 3..7 or 14..31.")
+    if len(set(tag_map.values())) != len(tag_map):
+        raise UserError(f"--tag-map {path}: two tags share one byte.")
+    return tag_map
+
+
+def text_bytes(text: str, tag_map: dict[str, int], name: str) -> np.ndarray:
+    """The one way from a text to ids, for training, evaluation, samples and generation: UTF-8 bytes."""
+    text = unicodedata.normalize("NFC", text)
+    text = "".join(" " if c in "\r\n\t" else c for c in text if c != "\0")
+    stray = [c for c in text if ord(c) < 32 or ord(c) == 127]
+    if stray:
+        raise UserError(f"the text of {name!r} holds the control character {stray[0]!r}.")
+    for tag in sorted(tag_map, key=len, reverse=True):  # "[de][old]" before "[de]"
+        text = text.replace(tag, chr(tag_map[tag]))
+    for tag, byte in SPEAKER_BYTES.items():
+        text = text.replace(tag, byte)
+    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+
+def with_speaker(text: str, text_mode: str) -> str:
+    """A transcript that names no speaker begins with the first one, as all that the model has read."""
+    return f"[S1] {text}" if text_mode == "speech" and not any(tag in text for tag in SPEAKER_BYTES) else text
+
+
+def augment_tags(text: str, drop: float, limit: int, *key) -> str:
+    """Tag prompts ("calm, piano, 90 bpm"): drops each with probability `drop`, keeps at least one, shuffles."""
+    tags = [tag.strip() for tag in text.split(",") if tag.strip()]
+    if not tags:
+        return text
+    draw = keyed.generator(*key, "tags")
+    kept = [tag for tag in tags if draw.random() >= drop] or [tags[draw.integers(len(tags))]]
+    kept = [kept[i] for i in draw.permutation(len(kept))]
+    return ", ".join(kept[:limit] if limit else kept)
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The facts of a Dia checkpoint that a batch depends on."""
+
+    delay: tuple[int, ...]
+    bos: int
+    eos: int
+    pad: int
+    max_positions: int
+    max_text: int
+
+    @property
+    def channels(self) -> int:
+        return len(self.delay)
+
+    @property
+    def tail(self) -> int:
+        """Positions beyond its frames that a whole clip takes as decoder input: BOS and the longest delay."""
+        return max(self.delay) + 1
+
+
+def layout_of(model_config) -> Layout:
+    decoder = model_config.decoder_config
+    return Layout(
+        delay=tuple(model_config.delay_pattern),
+        bos=decoder.bos_token_id,
+        eos=decoder.eos_token_id,
+        pad=decoder.pad_token_id,
+        max_positions=decoder.max_position_embeddings,
+        max_text=model_config.encoder_config.max_position_embeddings,
+    )
+
+
+def delayed(codes_tc: np.ndarray, layout: Layout, positions: int, final: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Decoder inputs and labels (L, C) of one clip, as the HF processor lays them out.
+
+    Channel c: BOS up to its delay, its codes, its own EOS right after them, then padding; inputs are all but the
+    last position and labels all but the first. A window that stops before the clip's end (`final` false) is the
+    same stream cut at `positions`: no EOS, no tail, every label real.
+    """
+    frames = len(codes_tc)
+    stream = np.full((frames + layout.tail + 1, layout.channels), layout.pad, dtype=np.int64)
+    for channel, delay in enumerate(layout.delay):
+        stream[: delay + 1, channel] = layout.bos
+        stream[delay + 1 : delay + 1 + frames, channel] = codes_tc[:, channel]
+        if final:
+            stream[delay + 1 + frames, channel] = layout.eos
+    inputs, labels = stream[:positions], stream[1 : positions + 1]
+    return inputs, np.where((labels == layout.bos) | (labels == layout.pad), IGNORE, labels)
+
+
+def undelayed(stream_lc: np.ndarray, layout: Layout, frames: int) -> np.ndarray:
+    """Codes (T, C) out of a generated stream."""
+    return np.stack([stream_lc[d + 1 : d + 1 + frames, c] for c, d in enumerate(layout.delay)], axis=1)
+
+
+def labelled_states(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decoder states (N, D) and labels (N, C) of the positions that have at least one target."""
+    hidden_bld = base_model(model).model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        decoder_input_ids=batch["decoder_input_ids"],
+        decoder_attention_mask=batch["decoder_attention_mask"],
+        use_cache=False,
+    )[0]
+    labels_nc = batch["labels"].flatten(0, 1)
+    rows = (labels_nc != IGNORE).any(-1).nonzero().squeeze(-1)
+    return hidden_bld.flatten(0, 1)[rows], labels_nc[rows]

@@ -1,0 +1,283 @@
+"""From checkpoints to a MoTLlama: Llama loaded frozen, MusicGen's feed-forward blocks copied into the experts.
+
+MusicGen is never built: its tensors are read by name from safetensors, copied under no_grad, and forgotten.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common import keyed_random as keyed
+from common.config import UserError
+from common.engine import gathered, shard
+from common.hub import load_pretrained
+from common.runtime import say
+from models.mot.layout import Layout
+from models.mot.network import NEW_ROW_SCALE, AudioLayer, Expert, MoTLlama, route_of
+
+COPIED = ("fc1.weight", "fc2.weight", "final_layer_norm.weight", "final_layer_norm.bias")
+CALIBRATION_POSITIONS = 512
+
+# Parts that can be trained by themselves, as patterns on the adapter's names.
+PARTS = {
+    "embed": r"(audio|codebook)_embed\.weight",
+    "head": r"head\.weight",
+    "proj": r"layers\.\d+\.ffn\.proj_(in|out)\.weight",
+    "expert": r"layers\.\d+\.ffn\.(fc1|fc2|norm|gate_proj|up_proj|down_proj)\..*",
+    "gate": r"layers\.\d+\.ffn\.gate",
+    "norm": r"layers\.\d+\.(input|post)_norm\.weight",
+    "attn": r"layers\.\d+\.attn\..*",
+}
+PRESETS = {"all": list(PARTS), "proj_only": ["proj", "head"]}
+
+
+def load_llama(path: str, dtype: torch.dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    llama = load_pretrained(LlamaForCausalLM, LlamaConfig, path, dtype, attn_implementation="sdpa")
+    llama.config.use_cache = False
+    return llama.requires_grad_(False)
+
+
+# ---- MusicGen --------------------------------------------------------------------------------------------------
+
+
+class Donor:
+    """MusicGen's decoder blocks, read tensor by tensor from a folder or a hub id."""
+
+    def __init__(self, path: str):
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        folder = Path(path)
+        if not folder.is_dir():
+            folder = _download(path)
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise UserError(f"--musicgen {path} has no readable config.json.") from None
+        if config.get("model_type") not in ("musicgen", "musicgen_decoder"):
+            raise UserError(f"--musicgen {path} is a {config.get('model_type')!r} model, not 'musicgen'.")
+        config = config.get("decoder", config)
+        self.width, self.ffn, self.layers = (config[k] for k in ("hidden_size", "ffn_dim", "num_hidden_layers"))
+        self.activation = config.get("activation_function", "gelu")
+        try:
+            self.files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
+        except SafetensorError as error:
+            raise UserError(f"--musicgen {path}: {error}") from None
+        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
+        blocks = [name for name in self.where if re.search(r"(^|\.)decoder\.layers\.0\.fc1\.weight$", name)]
+        if len(blocks) != 1:
+            raise UserError(f"--musicgen {path} holds no decoder blocks (no tensor decoder.layers.0.fc1.weight).")
+        self.prefix = blocks[0].removesuffix("0.fc1.weight")
+
+    def block(self, layer: int) -> dict[str, torch.Tensor]:
+        """The tensors of one feed-forward block, each of the expected shape; anything else is an error."""
+        shapes = {
+            "fc1.weight": (self.ffn, self.width),
+            "fc2.weight": (self.width, self.ffn),
+            "final_layer_norm.weight": (self.width,),
+            "final_layer_norm.bias": (self.width,),
+        }
+        found = {}
+        for name in COPIED:
+            full = f"{self.prefix}{layer}.{name}"
+            if full not in self.where:
+                raise UserError(f"--musicgen {self.path} lacks the tensor {full}.")
+            found[name] = self.where[full].get_tensor(full).float()
+            if tuple(found[name].shape) != shapes[name]:
+                raise UserError(
+                    f"--musicgen {self.path}: {full} has shape {tuple(found[name].shape)}, not {shapes[name]}."
+                )
+        for name in ("fc1.bias", "fc2.bias"):
+            if f"{self.prefix}{layer}.{name}" in self.where:
+                raise UserError(
+                    f"--musicgen {self.path} has a {name}, which MusicGen's blocks do not: it would be lost."
+                )
+        return found
+
+
+def _download(path: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors"]))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"--musicgen {path} is neither a folder nor a reachable hub id: {reason}") from None
+
+
+def layer_map(layers: int, donor_layers: int) -> tuple[int, ...]:
+    """Donor layer of each Llama layer: evenly spread, every one covered."""
+    return tuple(min(donor_layers - 1, int((i + 0.5) * donor_layers / layers)) for i in range(layers))
+
+
+def expert_of(kind: str, gate: str, llama_config, donor: Donor | None) -> Expert:
+    if kind == "llama":
+        return Expert(kind, llama_config.hidden_size, llama_config.intermediate_size, llama_config.hidden_act)
+    if donor is None:
+        raise UserError(f"--experts {kind} takes its sizes from a MusicGen checkpoint: name one with --musicgen.")
+    chosen = layer_map(llama_config.num_hidden_layers, donor.layers) if kind != "random" else ()
+    return Expert(kind, donor.width, donor.ffn, donor.activation, gate, chosen)
+
+
+# ---- building --------------------------------------------------------------------------------------------------
+
+
+def build_mot(llama, layout: Layout, expert: Expert, untie: str, full_vocab: bool, donor, seed: int, ds: dict):
+    """The model with fresh music parts. Under ZeRO-3 each layer is sharded as soon as it is filled."""
+    copied, layers = 0, []
+    for i, layer in enumerate(llama.model.layers):
+        audio = AudioLayer(llama.config, expert, untie)
+        with gathered(layer), torch.no_grad():
+            copied += fill_layer(audio, layer, expert, donor, i, seed)
+        layers.append(shard(_like(audio, llama), ds))
+    wanted = sum(
+        copied_part(f"layers.0.{name}") and not (expert.kind == "random" and name.startswith("ffn."))
+        for audio in layers
+        for name, _ in audio.named_parameters()
+    )
+    say(f"copied {copied}/{wanted} tensors into {len(layers)} music experts ({expert.kind}, untie {untie})")
+    if copied != wanted:
+        raise RuntimeError(f"{copied} of {wanted} tensors were copied")
+    model = MoTLlama(llama, layout, expert, untie, layers, full_vocab)
+    new_rows(model, seed)
+    for table in (model.audio_embed, model.codebook_embed, model.head):
+        table.weight.data = table.weight.data.to(device=_device(llama), dtype=_dtype(llama))
+    return shard(model, ds)
+
+
+def _dtype(llama) -> torch.dtype:
+    return llama.model.norm.weight.dtype
+
+
+def _device(llama) -> torch.device:
+    return llama.model.norm.weight.device
+
+
+def _like(module: nn.Module, llama) -> nn.Module:
+    """Only parameters are cast: DeepSpeed does not do it for modules added to a sharded model."""
+    return module.to(device=_device(llama), dtype=_dtype(llama))
+
+
+def fill_layer(audio: AudioLayer, layer, expert: Expert, donor: Donor | None, i: int, seed: int) -> int:
+    """Gives one layer its initial weights; returns how many tensors were copied."""
+    copied = 0
+    if expert.kind == "llama":
+        copied += _copy_module(audio.ffn, layer.mlp)
+    else:
+        copied += _fill_expert(audio.ffn, expert, donor, i, seed)
+    if audio.input_norm is not None:
+        copied += _copy_module(audio.input_norm, layer.input_layernorm)
+        copied += _copy_module(audio.post_norm, layer.post_attention_layernorm)
+    if audio.attn is not None:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            copied += _copy_module(getattr(audio.attn, name), getattr(layer.self_attn, name))
+    return copied
+
+
+def _copy_module(target: nn.Module, source: nn.Module) -> int:
+    mine, theirs = dict(target.named_parameters()), dict(source.named_parameters())
+    assert mine.keys() == theirs.keys(), (mine.keys(), theirs.keys())
+    for name, parameter in mine.items():
+        parameter.copy_(theirs[name])
+    return len(mine)
+
+
+def _fill_expert(ffn, expert: Expert, donor: Donor | None, i: int, seed: int) -> int:
+    width = expert.width
+    hidden = ffn.proj_in.in_features if ffn.proj_in is not None else ffn.fc1.in_features
+    draw = torch.Generator().manual_seed(keyed.key64(seed, i, "expert") % 2**63)
+    inward, outward = None, None
+    if width != hidden:
+        # Rows of P_in and columns of P_out are orthonormal, which keeps the RMS of what passes (a default Linear
+        # shrinks the block's output four times).
+        inward = nn.init.orthogonal_(torch.empty(width, hidden), generator=draw)
+        outward = nn.init.orthogonal_(torch.empty(hidden, width), generator=draw) * (hidden / width) ** 0.5
+    if expert.kind == "random":
+        block = {
+            "fc1.weight": torch.randn(expert.ffn, width, generator=draw) * 0.02,
+            "fc2.weight": torch.randn(width, expert.ffn, generator=draw) * 0.02,
+        }
+    else:
+        block = donor.block(expert.layer_map[i])
+    if expert.kind == "musicgen_absorbed" and inward is not None:
+        block["fc1.weight"], block["fc2.weight"] = block["fc1.weight"] @ inward, outward @ block["fc2.weight"]
+    elif inward is not None:
+        ffn.proj_in.weight.copy_(inward)
+        ffn.proj_out.weight.copy_(outward)
+    ffn.fc1.weight.copy_(block["fc1.weight"])
+    ffn.fc2.weight.copy_(block["fc2.weight"])
+    if expert.kind == "random":
+        return 0
+    if ffn.norm is None:
+        return 2
+    ffn.norm.weight.copy_(block["final_layer_norm.weight"])
+    ffn.norm.bias.copy_(block["final_layer_norm.bias"])
+    return 4
+
+
+@torch.no_grad()
+def new_rows(model: MoTLlama, seed: int) -> None:
+    """Rows of the new ids ~ N(0, (0.1 s)^2), s the spread of Llama's own rows.
+
+    Zero rows would give every expert a gradient of exactly 0 at the first step, and equal rows (the mean of the old
+    ones) would have to be torn apart first.
+    """
+    llama = model.llama
+    tables = {
+        model.audio_embed.weight: llama.model.embed_tokens,
+        model.codebook_embed.weight: llama.model.embed_tokens,
+        model.head.weight: llama.lm_head,
+    }
+    for number, (rows, like) in enumerate(tables.items()):
+        with gathered(like):
+            spread = float(like.weight.float().std())
+        draw = torch.Generator().manual_seed(keyed.key64(seed, number, "rows") % 2**63)
+        rows.copy_(torch.randn(rows.shape, generator=draw) * (NEW_ROW_SCALE * spread))
+
+
+@torch.no_grad()
+def calibrate(model: MoTLlama, batch: dict, zero: bool) -> None:
+    """Sets each gate so that the expert is as loud as the Llama block it stands in for, on one batch; or to 0."""
+    device = _device(model.llama)
+    ids, books, mask = (batch[k][:1, :CALIBRATION_POSITIONS].to(device) for k in ("input_ids", "codebooks", "mask"))
+    with gathered(model.llama.model.embed_tokens), gathered(model.audio_embed), gathered(model.codebook_embed):
+        x, route, causal, rope = model.prepare(ids, books, mask)
+    assert len(route_of(ids, mask, model.layout.vocab).audio)
+    for i, (layer, audio) in enumerate(zip(model.llama.model.layers, model.layers, strict=True)):
+        with gathered(layer), gathered(audio, write=True):
+            x = model.attend(i, x, route, causal, rope)
+            if hasattr(audio.ffn, "gate"):
+                h = model.before_ffn(i, x, route).flatten(0, 1)[route.audio]
+                audio.ffn.gate.fill_(1.0)
+                wanted, found = (part.float().pow(2).mean().sqrt() for part in (layer.mlp(h), audio.ffn(h)))
+                audio.ffn.gate.fill_(0.0 if zero else float(wanted / found.clamp(min=1e-12)))
+            x = model.feed(i, x, route)
+
+
+def choose_parts(model: MoTLlama, names: list[str]) -> None:
+    """Trains the named parts and freezes the rest of the adapter; a part that this model does not have is an error."""
+    adapter = model.adapter()
+    wanted = []
+    for name in names:
+        if name not in PARTS and name not in PRESETS:
+            raise UserError(f"--train-parts {name}: choose from {', '.join([*PRESETS, *PARTS])}.")
+        parts = PRESETS.get(name, [name])
+        for part in parts:
+            hits = [full for full in adapter if re.fullmatch(PARTS[part], full)]
+            if not hits and name != "all":
+                raise UserError(f"--train-parts {name}: this model has no part {part!r}.")
+            wanted += hits
+    if not wanted:
+        raise UserError("--train-parts names nothing: nothing would be trained.")
+    for name, parameter in adapter.items():
+        parameter.requires_grad_(name in wanted)
+
+
+def copied_part(name: str) -> bool:
+    """Whether a parameter starts from trained weights, which take a smaller learning rate."""
+    return any(re.fullmatch(PARTS[part], name) for part in ("expert", "norm", "attn"))

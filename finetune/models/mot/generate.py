@@ -1,0 +1,217 @@
+"""Making music: constrained decoding, guidance, continuation, and the samples of a run.
+
+Every step may only choose a code of the codebook that is due, or A_EOS at the beginning of a frame, so what comes out
+is whole frames of valid codes. Shapes: R rows, T frames, C codebooks.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from common import keyed_random as keyed
+from common import samples
+from common.loss import IGNORE
+from common.runtime import Ranks
+from models.mot.data import Clips, pad
+from models.mot.layout import code_ids, music
+from models.mot.network import MoTLlama
+
+
+class _Rows:
+    """Prompts in one batch with a cache. They are padded at the right and go on behind the longest, each with its own
+    positions: no query is without a key, as it would be with padding at the left."""
+
+    def __init__(self, model: MoTLlama, texts: list, prefixes: list[np.ndarray], device):
+        self.model, self.device = model, device
+        start = music if model.layout.order == "flat" else _delayed
+        parts = [start(codes, model.layout, final=False) for codes in prefixes]
+        batch = pad([(text, *part) for text, part in zip(texts, parts, strict=True)], model.layout)
+        ids, books, self.mask = (batch[name].to(device) for name in ("input_ids", "codebooks", "mask"))
+        self.lengths = self.mask.sum(1)
+        self.cache = DynamicCache(config=model.llama.config)
+        hidden = model(ids, books, self.mask, cache=self.cache)
+        self.hidden = hidden[torch.arange(len(texts), device=device), self.lengths - 1]
+
+    def feed(self, ids, books) -> None:
+        """One position more for every row; ids and codebooks (R, channels)."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
+        ids, books = ids[:, None].to(self.device), books[:, None].to(self.device)
+        self.hidden = self.model(ids, books, self.mask, self.lengths[:, None], self.cache)[:, 0]
+        self.lengths = self.lengths + 1
+
+
+def _delayed(codes, layout, final: bool):
+    """Positions 0 .. T of a prefix, as `music` gives them but up to the one that predicts frame T of codebook 0."""
+    c, frames = layout.codebooks, len(codes)
+    ids, stream = code_ids(codes, layout), np.full((frames + 1, c), layout.bos, dtype=np.int64)
+    for k in range(c):
+        stream[k + 1 :, k] = ids[: max(0, frames - k), k]
+    return stream, np.where(stream < layout.bos, np.arange(c), c), np.full_like(stream, IGNORE)
+
+
+@torch.no_grad()
+def generate(
+    model: MoTLlama,
+    texts: list[np.ndarray],
+    max_frames: int,
+    seeds: list[int],
+    device=None,
+    *,
+    no_text: np.ndarray | None = None,
+    min_frames: int = 1,
+    temperature: float | list[float] = 1.0,
+    top_k: int = 250,
+    guidance: float = 1.0,
+    prefixes: list[np.ndarray] | None = None,
+    all_steps: bool = False,
+) -> list[tuple[np.ndarray, bool]]:
+    """New codes (T, C) for each prompt, and whether it ended by itself.
+
+    `temperature` 0 takes the most likely code; a list gives one a codebook. `guidance` w: logits u + w (c - u) with
+    u those without a caption (`no_text`). `prefixes`: codes (T, C) to go on from, not returned. A prompt's outcome
+    depends on its own seed alone, not on its neighbours. `all_steps`: every rank of ZeRO-3 runs all steps.
+    """
+    layout, c = model.layout, model.layout.codebooks
+    device = device or next(model.llama.parameters()).device
+    temperatures = temperature if isinstance(temperature, list) else [temperature] * c
+    prefixes = prefixes or [np.zeros((0, c), dtype=np.int64)] * len(texts)
+    draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+    guided = guidance != 1.0
+
+    was_training = model.training
+    model.eval()
+    try:
+        rows = _Rows(model, texts + [no_text] * len(texts) * guided, prefixes * (1 + guided), device)
+
+        def choose(k: int, frame: int) -> list[int]:
+            """A code for each prompt; `layout.size` stands for A_EOS."""
+            logits = model.head(rows.hidden, codebook=k)
+            if guided:
+                caption, none = logits.chunk(2)
+                logits = none + guidance * (caption - none)
+            logits = logits.cpu()
+            if k == 0 and frame < min_frames:
+                logits[:, layout.size] = -torch.inf
+            return [_pick(row, temperatures[k], top_k, draw) for row, draw in zip(logits, draws, strict=True)]
+
+        loop = _flat if layout.order == "flat" else _delay
+        return loop(rows, choose, layout, len(texts), max_frames, prefixes, 1 + guided, all_steps)
+    finally:
+        model.train(was_training)
+
+
+def _pick(logits, temperature: float, top_k: int, draw) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits / temperature
+    if top_k and top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=draw))
+
+
+def _flat(rows, choose, layout, count, max_frames, prefixes, copies, all_steps):
+    c, ends = layout.codebooks, [None] * count
+    codes = np.zeros((max_frames, c, count), dtype=np.int64)
+    for frame in range(max_frames):
+        for k in range(c):
+            chosen = choose(k, frame)
+            for row in range(count):
+                if k == 0 and ends[row] is None and chosen[row] == layout.size:
+                    ends[row] = frame
+                # A row that has ended only keeps its place in the batch.
+                codes[frame, k, row] = 0 if ends[row] is not None else chosen[row]
+            if frame + 1 == max_frames and k + 1 == c:
+                break
+            ids = torch.from_numpy(codes[frame, k] + layout.first(k)).repeat(copies)[:, None]
+            rows.feed(ids, torch.full_like(ids, k))
+        if all(end is not None for end in ends) and not all_steps:
+            break
+    return _finished(codes, ends, max_frames)
+
+
+def _delay(rows, choose, layout, count, max_frames, prefixes, copies, all_steps):
+    """Step s gives codebook k its code of frame s - k, counted from the end of the prefix."""
+    c, ends = layout.codebooks, [None] * count
+    codes = np.zeros((max_frames, c, count), dtype=np.int64)
+    known = [code_ids(prefix, layout) for prefix in prefixes[:count]]
+    steps = max_frames + c - 1
+    for step in range(steps):
+        ids = np.full((count, c), layout.bos, dtype=np.int64)
+        for k in range(c):
+            frame = step - k
+            chosen = choose(k, frame) if 0 <= frame < max_frames else None
+            for row in range(count):
+                if frame < 0 and -frame <= len(known[row]):
+                    ids[row, k] = known[row][frame, k]
+                    continue
+                if chosen is not None and k == 0 and ends[row] is None and chosen[row] == layout.size:
+                    ends[row] = frame
+                if frame >= (max_frames if ends[row] is None else ends[row]):
+                    ids[row, k] = layout.eos
+                elif frame >= 0:
+                    codes[frame, k, row] = chosen[row]
+                    ids[row, k] = chosen[row] + layout.first(k)
+        if step + 1 == steps or (not all_steps and all(e is not None and step - (c - 1) >= e - 1 for e in ends)):
+            break
+        ids = torch.from_numpy(ids).repeat(copies, 1)
+        rows.feed(ids, torch.where(ids < layout.bos, torch.arange(c), c))
+    return _finished(codes, ends, max_frames)
+
+
+def _finished(codes, ends, max_frames):
+    lengths = [max_frames if end is None else end for end in ends]
+    return [
+        (codes[:length, :, row].astype(np.int16), end is not None)
+        for row, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
+
+
+# ---- samples of a run ------------------------------------------------------------------------------------------
+
+
+def collapse(codes: np.ndarray) -> dict:
+    """What betrays a model that hangs or has shrunk to a few codes."""
+    distinct = [int(len(np.unique(column))) for column in codes.T] if len(codes) else [0] * codes.shape[1]
+    return {"repeats": samples.repeat_share(codes), "distinct_codes": distinct}
+
+
+def sample(model: MoTLlama, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks_must_join: bool) -> list:
+    """Plays a few held-out captions, spread over all ranks; returns the decoders it started."""
+    config = clips.config
+    chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
+    prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
+    cap = config.sample_frames or int(1.25 * clips.frames.max())
+    sampling = {"temperature": config.temperature, "top_k": config.top_k, "guidance": config.guidance}
+    rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
+
+    def play(mine: list[dict]) -> list:
+        texts = [clips.texts[prompt["index"]] for prompt in mine]
+        seeds = [keyed.key64(config.seed, prompt["name"], "sample") % 2**63 for prompt in mine]
+        made = generate(
+            model,
+            texts,
+            cap,
+            seeds,
+            ranks.device,
+            no_text=clips.tokenizer.no_text,
+            all_steps=all_ranks_must_join,
+            **sampling,
+        )
+        facts = []
+        for prompt, seed, (codes, ended) in zip(mine, seeds, made, strict=True):
+            truth = clips.tokens.codes(clips.kept[prompt["index"]])
+            shared = min(len(codes), len(truth))
+            same = float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0
+            fact = {"seconds": len(codes) / rate, "ended_by_eos": ended, "codes_as_recorded": same}
+            facts.append(fact | collapse(codes) | {"seed": seed} | sampling)
+            if len(codes) > 10 and facts[-1]["repeats"] > 0.9:
+                print(f"warning: sample {prompt['name']} repeats one frame: the model has collapsed", flush=True)
+        return [(codes, fact) for (codes, _), fact in zip(made, facts, strict=True)]
+
+    def recorded(prompt: dict) -> np.ndarray:
+        return clips.tokens.codes(clips.kept[prompt["index"]])
+
+    codec = clips.tokens.info["weights"]
+    return samples.make_and_decode(prompts, play, recorded, codec, folder, step, ranks, all_ranks_must_join)

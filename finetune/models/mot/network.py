@@ -1,0 +1,271 @@
+"""Llama with modality-untied music experts: text tokens pass through Llama's frozen weights, music tokens through
+their own, and all of them meet in one causal attention.
+
+Llama itself stays the transformers module `llama`, untouched; everything new is beside it, so "the adapter" is every
+parameter whose name does not begin with `llama.`. Routing is gather -> expert -> scatter. Both experts are called on
+every rank in every layer, with an empty slice if need be: a rank that skipped one would hang ZeRO-3 and corrupt
+ZeRO-2's buckets. The route is an argument, never state of a module: recomputation must see the right one.
+
+Shapes: B clips, L positions, H width, N chosen positions, C codebooks.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from common.loss import IGNORE, rows_loss
+from models.mot.layout import Layout
+
+NEW_ROW_SCALE = 0.1  # of the standard deviation of Llama's own rows
+
+# ---- routing ---------------------------------------------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """Where the tokens of each kind are in the flattened batch. Padding is in neither."""
+
+    text: torch.Tensor
+    audio: torch.Tensor
+
+
+def route_of(input_ids, mask, vocab: int) -> Route:
+    audio = (input_ids[..., 0] >= vocab).flatten()
+    real = mask.flatten().bool()
+    return Route((real & ~audio).nonzero().squeeze(1), (real & audio).nonzero().squeeze(1))
+
+
+def routed(x, route: Route, text, audio):
+    """x (B, L, ...) through `text` or `audio`, position by position; padding becomes 0."""
+    flat = x.flatten(0, 1)
+    text_out = text(flat.index_select(0, route.text))
+    audio_out = audio(flat.index_select(0, route.audio))
+    out = text_out.new_zeros(len(flat), text_out.shape[-1])
+    out.index_copy_(0, route.text, text_out)
+    out.index_copy_(0, route.audio, audio_out)
+    return out.view(*x.shape[:2], -1)
+
+
+# ---- what is new -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expert:
+    """What the music experts are; goes into adapter_config.json, so that a reload needs no donor."""
+
+    kind: str  # musicgen, musicgen_absorbed, llama or random
+    width: int  # the donor's, Hm
+    ffn: int
+    activation: str = "gelu"
+    gate: str = "scalar"  # or channel
+    layer_map: tuple[int, ...] = ()  # donor layer of each Llama layer
+
+
+class MusicGenExpert(nn.Module):
+    """MusicGen's feed-forward block with its own LayerNorm, between projections where the widths differ."""
+
+    def __init__(self, hidden: int, expert: Expert):
+        super().__init__()
+        inner = hidden if expert.kind == "musicgen_absorbed" else expert.width
+        projected = inner != hidden
+        self.proj_in = nn.Linear(hidden, inner, bias=False) if projected else None
+        # Absorbed projections leave no place for the norm between them: Llama's own does its work.
+        self.norm = None if expert.kind == "musicgen_absorbed" else nn.LayerNorm(inner)
+        self.fc1 = nn.Linear(inner, expert.ffn, bias=False)
+        self.fc2 = nn.Linear(expert.ffn, inner, bias=False)
+        self.proj_out = nn.Linear(inner, hidden, bias=False) if projected else None
+        self.gate = nn.Parameter(torch.ones(hidden if expert.gate == "channel" else 1))
+        self.activation = ACT2FN[expert.activation]
+
+    def forward(self, x_nh):
+        for module in (self.proj_in, self.norm):
+            x_nh = module(x_nh) if module is not None else x_nh
+        x_nh = self.fc2(self.activation(self.fc1(x_nh)))
+        return self.gate * (self.proj_out(x_nh) if self.proj_out is not None else x_nh)
+
+
+class AudioAttention(nn.Module):
+    """Music's own projections of the shared attention."""
+
+    def __init__(self, llama_config):
+        super().__init__()
+        heads, kv = llama_config.num_attention_heads, llama_config.num_key_value_heads
+        width, dim = llama_config.hidden_size, llama_config.head_dim
+        bias = llama_config.attention_bias
+        self.q_proj = nn.Linear(width, heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv * dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv * dim, bias=bias)
+        self.o_proj = nn.Linear(heads * dim, width, bias=bias)
+
+
+class AudioLayer(nn.Module):
+    """What one Llama layer has of its own for music; None is shared with the text."""
+
+    def __init__(self, llama_config, expert: Expert, untie: str):
+        super().__init__()
+        llama_like = expert.kind == "llama"
+        self.ffn = LlamaMLP(llama_config) if llama_like else MusicGenExpert(llama_config.hidden_size, expert)
+        norm = functools.partial(LlamaRMSNorm, llama_config.hidden_size, llama_config.rms_norm_eps)
+        self.input_norm = norm() if untie != "ffn" else None
+        self.post_norm = norm() if untie != "ffn" else None
+        self.attn = AudioAttention(llama_config) if untie == "full" else None
+
+
+class AudioHead(nn.Module):
+    """Rows of the music ids, and the loss over them. It reads weights only inside forward, where ZeRO-3 gathers them.
+
+    The loss is over the rows of the codebook that is due (and A_EOS where codebook 0 is): constrained decoding
+    supplies the rest. `text_head` given: over all text and music rows, as an ordinary language model's.
+    """
+
+    def __init__(self, layout: Layout, hidden: int, text_head: nn.Parameter | None = None):
+        super().__init__()
+        self.layout = layout
+        self.weight = nn.Parameter(torch.empty(layout.rows, hidden))
+        self.text = text_head  # the same parameter as Llama's, registered here so that ZeRO-3 gathers it too
+
+    def _classes(self, codebook: int):
+        first = self.layout.first(codebook) - self.layout.vocab
+        rows = self.weight[first : first + self.layout.size]
+        return torch.cat([rows, self.weight[-1:]]) if codebook == 0 else rows
+
+    def forward(self, hidden_nh, labels_nc=None, weights_c=None, codebook: int | None = None):
+        """Logits of one codebook (the last is A_EOS for codebook 0), or weighted loss and sums, counts (2, C)."""
+        if codebook is not None:
+            return F.linear(hidden_nh, self._classes(codebook)).float()
+        layout, total, stats = self.layout, 0.0, []
+        for k in range(layout.codebooks):
+            rows = (labels_nc[:, k] != IGNORE).nonzero().squeeze(1)
+            ids = labels_nc[rows, k]
+            if self.text is None:
+                weight = self._classes(k)
+                classes = torch.where(ids == layout.eos, layout.size, ids - layout.first(k))
+            else:
+                weight, classes = self.weight, ids - layout.vocab
+            weights = weights_c[k].expand(len(rows), 1)
+            loss, losses = rows_loss(hidden_nh[rows], weight, classes[:, None], weights, self.text)
+            total = total + loss
+            stats.append(torch.stack([losses.sum(), torch.full_like(losses.sum(), len(rows))]))
+        return total, torch.stack(stats, dim=1)
+
+    def uniform_loss(self) -> float:
+        """What knowing nothing costs: the loss of a fresh head."""
+        return math.log(self.layout.size if self.text is None else self.layout.vocab + self.layout.rows)
+
+
+class MoTLlama(nn.Module):
+    def __init__(
+        self, llama, layout: Layout, expert: Expert, untie: str, layers: list[AudioLayer], full_vocab: bool = False
+    ):
+        super().__init__()
+        hidden = llama.config.hidden_size
+        self.layout, self.expert, self.untie = layout, expert, untie
+        self.llama = llama
+        self.audio_embed = nn.Embedding(layout.rows, hidden)
+        self.codebook_embed = nn.Embedding(layout.codebooks + 1, hidden)
+        self.head = AudioHead(layout, hidden, llama.lm_head.weight if full_vocab else None)
+        self.layers = nn.ModuleList(layers)
+        self.recompute = False  # gradient checkpointing
+
+    def adapter(self) -> dict[str, nn.Parameter]:
+        """Everything that is not Llama's own."""
+        return {name: p for name, p in self.named_parameters() if not name.startswith("llama.")}
+
+    # -- forward --
+
+    def embed(self, input_ids, codebooks, route: Route):
+        vocab, channels = self.layout.vocab, self.layout.channels
+
+        def audio(packed):
+            ids, books = packed[:, :channels], packed[:, channels:]
+            return (self.audio_embed(ids - vocab) + self.codebook_embed(books)).sum(1)
+
+        packed = torch.cat([input_ids, codebooks], dim=-1)
+        return routed(packed, route, lambda ids: self.llama.model.embed_tokens(ids[:, 0]), audio)
+
+    def attend(self, i: int, x, route: Route, mask, rope, cache=None):
+        """The attention half of a layer."""
+        layer, audio = self.llama.model.layers[i], self.layers[i]
+        if audio.input_norm is None:
+            h = layer.input_layernorm(x)
+        else:
+            h = routed(x, route, layer.input_layernorm, audio.input_norm)
+        if audio.attn is None:
+            h, _ = layer.self_attn(h, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
+            return x + h
+        attn, own = layer.self_attn, audio.attn
+        shape = (*h.shape[:2], -1, attn.head_dim)
+        pairs = ((attn.q_proj, own.q_proj), (attn.k_proj, own.k_proj), (attn.v_proj, own.v_proj))
+        q, k, v = (routed(h, route, *pair).view(shape).transpose(1, 2) for pair in pairs)
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        if cache is not None:
+            k, v = cache.update(k, v, attn.layer_idx)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(attn.config._attn_implementation, eager_attention_forward)
+        h, _ = attention(attn, q, k, v, mask, dropout=0.0, scaling=attn.scaling)
+        return x + routed(h.reshape(*h.shape[:2], -1), route, attn.o_proj, own.o_proj)
+
+    def before_ffn(self, i: int, x, route: Route):
+        layer, audio = self.llama.model.layers[i], self.layers[i]
+        if audio.post_norm is None:
+            return layer.post_attention_layernorm(x)
+        return routed(x, route, layer.post_attention_layernorm, audio.post_norm)
+
+    def feed(self, i: int, x, route: Route):
+        """The feed-forward half of a layer."""
+        h = self.before_ffn(i, x, route)
+        return x + routed(h, route, self.llama.model.layers[i].mlp, self.layers[i].ffn)
+
+    def block(self, i: int, x, route: Route, mask, rope, cache=None):
+        return self.feed(i, self.attend(i, x, route, mask, rope, cache), route)
+
+    def prepare(self, input_ids, codebooks, mask, positions=None, cache=None):
+        """Embedded input, its route, the attention mask and the rotary angles."""
+        step = input_ids.shape[1]
+        route = route_of(input_ids, mask[:, -step:], self.layout.vocab)
+        x = self.embed(input_ids, codebooks, route)
+        if positions is None:
+            positions = torch.arange(step, device=x.device)[None]
+        causal = create_causal_mask(
+            config=self.llama.config,
+            inputs_embeds=x,
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=positions,
+        )
+        return x, route, causal, self.llama.model.rotary_emb(x, position_ids=positions)
+
+    def forward(self, input_ids, codebooks, mask, positions=None, cache=None):
+        """Hidden states (B, L, H) after the last norm. No cache and no other state in training."""
+        x, route, causal, rope = self.prepare(input_ids, codebooks, mask, positions, cache)
+        for i in range(len(self.layers)):
+            if self.recompute and self.training:
+                x = checkpoint(self.block, i, x, route, causal, rope, use_reentrant=False)
+            else:
+                x = self.block(i, x, route, causal, rope, cache)
+        return self.llama.model.norm(x)
+
+    def text_logits(self, text_ids):
+        """Logits of text-only input through the routed layers: the same bits as plain Llama's."""
+        ids = text_ids[..., None].expand(*text_ids.shape, self.layout.channels)
+        return self.llama.lm_head(self(ids, torch.zeros_like(ids), torch.ones_like(text_ids)))
+
+
+def mot_loss(model: MoTLlama, batch: dict, weights_c: torch.Tensor):
+    """Weighted sum of the token losses; per codebook the plain sum and the number of targets, (2, C)."""
+    hidden = model(batch["input_ids"], batch["codebooks"], batch["mask"])
+    loss, stats = model.head(hidden.flatten(0, 1), batch["labels"].flatten(0, 1), weights_c.to(hidden.device))
+    return loss, stats.detach()

@@ -1,0 +1,208 @@
+"""The exported adapter: every music tensor and a description, which reload into a fresh Llama without MusicGen."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from common import runs
+from common.checkpoint import write_json
+from common.config import UserError
+from common.engine import full_weights, gathered
+from common.runtime import say
+from models.mot.build import load_llama
+from models.mot.layout import Layout
+from models.mot.network import AudioLayer, Expert, MoTLlama
+
+FORMAT = 1
+FACTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+
+
+def base_fingerprint(llama) -> str:
+    """Tells two Llamas apart whatever precision they are loaded in: sizes, and some weights as bf16.
+
+    Instruct and base models differ in the norm and the embedding rows. Every rank must call it: ZeRO-3 gathers.
+    """
+    facts = {name: getattr(llama.config, name) for name in FACTS}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    embed, norm = llama.model.embed_tokens, llama.model.norm
+    with gathered([embed.weight, norm.weight]), torch.no_grad():
+        for weight in (embed.weight[:: max(1, len(embed.weight) // 64)], norm.weight):
+            digest.update(weight.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def adapter_weights(engine, keep: bool = True) -> dict[str, torch.Tensor]:
+    """fp32 masters of what was trained, and what was copied but frozen. Every rank must call it; see full_weights."""
+    weights = full_weights(engine, keep=keep)
+    for name, parameter in engine.module.model.adapter().items():
+        if not parameter.requires_grad:
+            with gathered([parameter]):
+                if keep:
+                    weights[name] = parameter.detach().float().cpu().clone()
+    return weights
+
+
+def write_adapter(final: Path, weights: dict[str, torch.Tensor], description: dict) -> None:
+    """Whole or absent. `description`: see describe()."""
+    from safetensors.torch import save_file
+
+    broken = [name for name, value in weights.items() if not value.isfinite().all()]
+    if broken:
+        raise UserError(f"{broken[0]} is not finite: nothing is exported; the checkpoints before it are intact.")
+    draft = final.with_name(f".{final.name}.tmp")
+    runs.fresh(draft)
+    save_file({name: value.contiguous() for name, value in weights.items()}, draft / "adapter_model.safetensors")
+    write_json(draft / "adapter_config.json", description)
+    runs.replace(draft, final)
+
+
+def describe(model: MoTLlama, base: str, fingerprint: str, tokens: dict, training: dict) -> dict:
+    layout = model.layout
+    return {
+        "format": FORMAT,
+        "kind": "llama-mot",
+        "base_model_name_or_path": base,
+        "base_fingerprint": fingerprint,
+        "vocab_size": layout.vocab,
+        "layout": dataclasses.asdict(layout),
+        "special_ids": {"audio_bos": layout.bos, "audio_eos": layout.eos},
+        "expert": dataclasses.asdict(model.expert),
+        "untie": model.untie,
+        "codec": {key: tokens.get(key) for key in ("codec", "weights", "weights_sha256", "sample_rate", "hop")},
+        "training": training,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")},
+    }
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def read_description(folder: Path) -> dict:
+    try:
+        description = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        known = description["kind"] == "llama-mot" and description["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder} holds no readable adapter_config.json of llama_mot.py.") from None
+    if not known:
+        raise UserError(f"{folder} is of another kind or format ({description['kind']}, {description['format']}).")
+    return description
+
+
+def load_adapter(folder: Path, base: str | None, dtype: torch.dtype, llama=None) -> tuple[MoTLlama, dict]:
+    """A fresh Llama with the adapter, and the adapter's description; needs no MusicGen. Another base is refused."""
+    description = read_description(folder)
+    base = base or description["base_model_name_or_path"]
+    llama = llama or load_llama(base, dtype)
+    found = base_fingerprint(llama)
+    if found != description["base_fingerprint"]:
+        raise UserError(
+            f"--model {base} is not the Llama that {folder} was trained on (fingerprint {found}, adapter"
+            f" {description['base_fingerprint']}, trained on {description['base_model_name_or_path']})."
+        )
+    expert = Expert(**description["expert"] | {"layer_map": tuple(description["expert"]["layer_map"])})
+    layers = [AudioLayer(llama.config, expert, description["untie"]) for _ in llama.model.layers]
+    model = MoTLlama(llama, Layout(**description["layout"]), expert, description["untie"], layers)
+    fill_adapter(model, folder)
+    for parameter in model.adapter().values():
+        parameter.data = parameter.data.to(dtype)  # parameters only: the rotary frequencies stay fp32
+    return model.eval(), description
+
+
+def fill_adapter(model: MoTLlama, folder: Path) -> None:
+    """Copies an exported adapter into a model: exactly its names, exactly their shapes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(folder / "adapter_model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}/adapter_model.safetensors cannot be read: {error}") from None
+    adapter = model.adapter()
+    odd = sorted(set(weights) ^ set(adapter))
+    if odd:
+        raise UserError(f"{folder} does not fit this model: {len(odd)} tensors differ by name, such as {odd[0]}.")
+    for name, parameter in adapter.items():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if tuple(weights[name].shape) != shape:
+            raise UserError(f"{folder}: {name} has shape {tuple(weights[name].shape)}, this model needs {shape}.")
+        with gathered([parameter], write=True), torch.no_grad():
+            parameter.copy_(weights[name])
+
+
+# ---- checkpoints of the origin -----------------------------------------------------------------------------------
+
+LEGACY = {
+    r"(?:model\.)?layers\.(\d+)\.feed_forward\.local_experts\.\d+\.down_proj\.weight": "layers.{}.ffn.proj_in.weight",
+    r"(?:model\.)?layers\.(\d+)\.feed_forward\.local_experts\.\d+\.up_proj\.weight": "layers.{}.ffn.proj_out.weight",
+}
+
+
+def fill_legacy(model: MoTLlama, file: Path) -> None:
+    """A .pt of the first MoT trainer: projections and the code rows of its head; embeddings were never saved there."""
+    if model.layout.ids != "shared":
+        raise UserError(f"--adapter {file} has shared ids: add --ids shared.")
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)["adapter_state_dict"]
+        items = list(state.items())
+    except Exception as error:  # whatever torch trips over
+        raise UserError(f"--adapter {file} is no plain checkpoint ({type(error).__name__}); nothing was run.") from None
+    adapter, used = model.adapter(), 0
+    for name, value in items:
+        match = next((m for m in ((re.fullmatch(p, name), t) for p, t in LEGACY.items()) if m[0]), None)
+        if name.removeprefix("model.") == "output.weight":
+            target, value = "head.weight", value[-model.layout.size :]
+        elif match:
+            target = match[1].format(match[0][1])
+        else:
+            raise UserError(f"--adapter {file} holds {name}, which this model has no place for.")
+        if target not in adapter:
+            raise UserError(
+                f"--adapter {file}: {name} has no place: the experts need projections (--experts musicgen)."
+            )
+        parameter = adapter[target]
+        with gathered([parameter], write=True), torch.no_grad():
+            place = parameter[: model.layout.size] if target == "head.weight" else parameter
+            if place.shape != value.shape:
+                raise UserError(f"--adapter {file}: {name} has shape {tuple(value.shape)}, not {tuple(place.shape)}.")
+            place.copy_(value)
+        used += 1
+    say(f"took {used}/{len(items)} tensors of {file}; it holds no embeddings of the codes: those start anew")
+
+
+# ---- merged tables -----------------------------------------------------------------------------------------------
+
+
+def merge_tables(model: MoTLlama, out: Path) -> None:
+    """A plain Llama folder whose two tables end with the music rows, for tools that only need ids and embeddings.
+
+    It does not compute as the trained model: music tokens would pass through the text's layers.
+    """
+    from transformers import LlamaForCausalLM
+
+    llama, layout = model.llama, model.layout
+    rows = -(-(layout.vocab + layout.rows) // 64) * 64
+    config = type(llama.config).from_dict(llama.config.to_dict() | {"vocab_size": rows, "tie_word_embeddings": False})
+    merged = LlamaForCausalLM(config).to(llama.model.norm.weight.dtype)
+    state = dict(llama.state_dict())
+    tables = {"model.embed_tokens.weight": model.audio_embed.weight, "lm_head.weight": model.head.weight}
+    for name, new in tables.items():
+        old = state.get(name, state["model.embed_tokens.weight"])
+        state[name] = torch.cat([old, new, old.new_zeros(rows - len(old) - len(new), old.shape[1])])
+    merged.load_state_dict(state)
+    draft = out.with_name(f".{out.name}.tmp")
+    runs.fresh(draft)
+    merged.save_pretrained(draft)
+    note = {
+        "needs": "finetune/models/mot/network.py",
+        "why": "music tokens have their own layers, not in here",
+    }
+    write_json(draft / "mot_tables.json", note | {"layout": dataclasses.asdict(layout)})
+    draft.rename(out)

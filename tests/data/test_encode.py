@@ -1,0 +1,189 @@
+"""data/encode.py: from audio and text to a token dataset."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import soundfile
+import torch
+from transformers import DacModel
+
+
+@pytest.fixture
+def encode(script, dac):
+    def call(source, out, *more):
+        return script("encode", "--codec", "dac", "--codec-weights", dac, "--source", source, "--out", out, *more)
+
+    return call
+
+
+def rows(out: Path) -> dict[str, dict]:
+    return {row["id"]: row for row in datasets.load_from_disk(str(out))}
+
+
+def reference_codes(dac: Path, wave: np.ndarray) -> np.ndarray:
+    """(T, 9) by the plain library call on the zero-padded clip."""
+    model = DacModel.from_pretrained(dac).eval()
+    padded = np.pad(wave, (0, -len(wave) % 512))
+    with torch.no_grad():
+        return model.encode(torch.from_numpy(padded)[None, None]).audio_codes[0].T.numpy()
+
+
+def test_folder_to_dataset(encode, clip, dac, tmp_path):
+    a = clip(tmp_path / "in/a.wav", "[S1] bada.", seed=1)
+    b = clip(tmp_path / "in/deep/Ünïcode name.wav", "[S1] gümi.\n", seconds=0.7, channels=2, seed=2)
+    code, out, _ = encode(tmp_path / "in", tmp_path / "tokens")
+    assert code == 0, out
+    found = rows(tmp_path / "tokens")
+    assert [found[id]["text"] for id in ("a", "deep/Ünïcode name")] == ["[S1] bada.", "[S1] gümi."]
+    for id, wave in (("a", a[:, 0]), ("deep/Ünïcode name", b.mean(axis=1))):
+        expected = reference_codes(dac, wave)
+        assert found[id]["frames"] == len(expected) == -(-len(wave) // 512)
+        assert np.array_equal(np.reshape(found[id]["codes"], (-1, 9)), expected)
+    info = json.loads((tmp_path / "tokens/dataset.json").read_text())
+    assert info["frames"] == sum(row["frames"] for row in found.values())
+    assert (info["codec"], info["channels"], info["hop"], info["rows"]) == ("dac", 9, 512, 2)
+    assert not (tmp_path / "tokens.work").exists()
+
+
+def test_codes_are_int16_lists(encode, clip, tmp_path):
+    clip(tmp_path / "in/a.wav")
+    assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
+    features = datasets.load_from_disk(str(tmp_path / "tokens")).features
+    assert features["codes"].feature.dtype == "int16" and features["frames"].dtype == "int32"
+    assert "speaker" not in features  # no clip has one
+
+
+@pytest.mark.parametrize("place", ["in/prompts/track_01.txt", "in/prompts/track_01_prompt.txt"])
+def test_prompt_folder(encode, clip, tmp_path, place):
+    clip(tmp_path / "in/track_01.wav", None)
+    (tmp_path / place).parent.mkdir()
+    (tmp_path / place).write_text("loud drums")
+    assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
+    assert rows(tmp_path / "tokens")["track_01"]["text"] == "loud drums"
+
+
+def test_file_name_never_becomes_a_prompt(encode, clip, tmp_path):
+    clip(tmp_path / "in/track_01.wav", None)
+    clip(tmp_path / "in/other.wav", "[S1] bada.")
+    code, _, err = encode(tmp_path / "in", tmp_path / "tokens")
+    assert code == 2 and "track_01" in err and not (tmp_path / "tokens").exists()
+    code, out, _ = encode(tmp_path / "in", tmp_path / "tokens", "--missing-text", "empty")
+    assert code == 0 and "1 of 2 clips have no text" in out
+    assert rows(tmp_path / "tokens")["track_01"]["text"] == ""
+    assert encode(tmp_path / "in", tmp_path / "skipped", "--missing-text", "skip")[0] == 0
+    assert set(rows(tmp_path / "skipped")) == {"other"}
+
+
+def test_jsonl_manifest(encode, clip, dac, tmp_path):
+    wave = clip(tmp_path / "long.wav", None, seconds=2.0)[:, 0]
+    lines = [
+        {"id": "one", "audio": "long.wav", "text": "[S1] one.", "start": 0.0, "end": 1.0, "speaker": "ann"},
+        {"id": "two", "audio": "long.wav", "text": "[S1] two.", "start": 1.0, "split": "eval", "lang": "en"},
+    ]
+    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, out, err = encode(tmp_path / "clips.jsonl", tmp_path / "tokens", "--format", "jsonl")
+    assert code == 0, err
+    found = rows(tmp_path / "tokens")
+    assert found["one"]["speaker"] == "ann" and found["two"]["speaker"] is None
+    assert found["two"]["split"] == "eval" and found["two"]["lang"] == "en"
+    assert np.array_equal(np.reshape(found["two"]["codes"], (-1, 9)), reference_codes(dac, wave[44100:]))
+
+
+def test_jsonl_may_bring_codes(encode, tmp_path):
+    codes = np.random.default_rng(0).integers(0, 1024, (9, 5))
+    np.save(tmp_path / "a.npy", codes)
+    (tmp_path / "clips.jsonl").write_text(json.dumps({"id": "a", "codes": "a.npy", "text": "[S1] a."}))
+    assert encode(tmp_path / "clips.jsonl", tmp_path / "tokens", "--format", "jsonl")[0] == 0
+    assert np.array_equal(np.reshape(rows(tmp_path / "tokens")["a"]["codes"], (5, 9)), codes.T)
+
+
+def test_resampled_once_then_a_cache_hit(encode, clip, tmp_path, monkeypatch):
+    import torchaudio.functional
+
+    calls = []
+    real = torchaudio.functional.resample
+
+    def counting(wave, *rates):
+        calls.append(rates)
+        return real(wave, *rates)
+
+    monkeypatch.setattr(torchaudio.functional, "resample", counting)
+    clip(tmp_path / "in/a.wav", rate=48000)
+    assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
+    assert calls == [(48000, 44100)]
+    before = (tmp_path / "tokens/data-00000-of-00001.arrow").stat()
+    code, out, _ = encode(tmp_path / "in", tmp_path / "tokens")
+    assert code == 0 and "cache hit" in out and len(calls) == 1
+    assert (tmp_path / "tokens/data-00000-of-00001.arrow").stat().st_ino == before.st_ino
+
+
+def test_only_what_changed_is_encoded_again(encode, clip, tmp_path, monkeypatch):
+    from lib import pool as worker
+
+    encoded = []
+    real = worker.encode_samples
+    monkeypatch.setattr(worker, "encode_samples", lambda *args: encoded.append(1) or real(*args))
+    for name in "abc":
+        clip(tmp_path / f"in/{name}.wav", seed=ord(name))
+    assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
+    first = rows(tmp_path / "tokens")
+    assert len(encoded) == 3
+
+    clip(tmp_path / "in/b.wav", seed=99)  # other sound
+    (tmp_path / "in/c.wav").touch()  # same sound
+    (tmp_path / "in/a.txt").write_text("[S1] new text.")  # other text needs no codec
+    assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
+    second = rows(tmp_path / "tokens")
+    assert len(encoded) == 4
+    assert first["b"]["codes"] != second["b"]["codes"] and first["c"] == second["c"]
+    assert second["a"]["text"] == "[S1] new text." and second["a"]["codes"] == first["a"]["codes"]
+
+    assert encode(tmp_path / "in", tmp_path / "tokens", "--min-seconds", "0.1")[0] == 0  # other setting
+    assert len(encoded) == 7
+
+
+def test_rejects_have_a_reason_each(encode, clip, tmp_path):
+    clip(tmp_path / "in/good.wav")
+    clip(tmp_path / "in/short.wav", seconds=0.1)
+    clip(tmp_path / "in/quad.wav", channels=4)
+    for name, wave in (("silent", np.zeros(44100)), ("broken", np.full(44100, np.nan))):
+        soundfile.write(tmp_path / f"in/{name}.wav", wave, 44100, subtype="FLOAT")
+    data = (tmp_path / "in/good.wav").read_bytes()
+    (tmp_path / "in/cut.wav").write_bytes(data[: len(data) // 2])
+    (tmp_path / "in/nothing.wav").write_bytes(b"")
+    (tmp_path / "in/text.wav").write_bytes(b"no audio at all")
+    for name in ("silent", "broken", "cut", "nothing", "text"):
+        (tmp_path / f"in/{name}.txt").write_text("[S1] x")
+    code, out, err = encode(tmp_path / "in", tmp_path / "tokens")
+    assert code == 1 and "over --max-reject" in err  # the good clip is there all the same
+    assert set(rows(tmp_path / "tokens")) == {"good"}
+    reasons = {}
+    for line in (tmp_path / "tokens/rejects.jsonl").read_text().splitlines():
+        reasons[json.loads(line)["id"]] = json.loads(line)["reason"]
+    expected = {
+        "short": "too short",
+        "quad": "4 channels",
+        "silent": "silence",
+        "broken": "NaN",
+        "cut": "truncated",
+    }
+    expected |= {"nothing": "empty file", "text": "unreadable"}
+    assert reasons.keys() == expected.keys()
+    for name, words in expected.items():
+        assert words in reasons[name], reasons[name]
+    code, out, _ = encode(tmp_path / "in", tmp_path / "tokens", "--max-reject", "1")
+    assert code == 0 and "cache hit" in out and "7 of 8 clips rejected" in out
+
+
+def test_another_codec_is_refused(script, encode, clip, dac, tmp_path):
+    clip(tmp_path / "in/a.wav")
+    assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
+    torch.manual_seed(7)
+    DacModel(DacModel.config_class.from_pretrained(dac)).save_pretrained(tmp_path / "other")
+    arguments = ("--codec", "dac", "--codec-weights", tmp_path / "other", "--source", tmp_path / "in")
+    code, _, err = script("encode", *arguments, "--out", tmp_path / "tokens")
+    assert code == 2 and "another codec" in err and err.count("\n") == 1
+    assert not (tmp_path / "tokens.work").exists()  # a refused command leaves nothing

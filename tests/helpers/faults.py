@@ -1,0 +1,93 @@
+"""What the fault tests of several recipes share: killing ranks at a bad moment, looking for what is left of them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from common import checkpoint
+from common.runtime import Ranks
+from helpers import support
+
+
+def processes_of(run: Path) -> list[int]:
+    """Processes whose command line names this run folder: ranks, and what they forked."""
+    found = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
+    return [int(pid) for pid in found]
+
+
+def assert_no_orphans(run: Path, seconds: float = 35) -> None:
+    deadline = time.time() + seconds
+    while left := processes_of(run):
+        assert time.time() < deadline, left
+        time.sleep(0.2)
+
+
+def job_processes(run: Path) -> dict[str, int]:
+    """The processes of a job through launch.sh or `deepspeed`, by what they are; its command lines name the run."""
+    found = {}
+    for pid in processes_of(run):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except OSError:
+            continue  # it has just ended
+        local = [word for word in words if word.startswith("--local_rank=")]
+        if "deepspeed.launcher.launch" in words:
+            found["launcher"] = pid
+        elif local:
+            name = f"rank {local[0].partition('=')[2]}"
+            found[name] = min(pid, found.get(name, pid))  # a worker that it forked is younger
+        elif any(word.endswith("/deepspeed") for word in words[:2]):  # a zombie's command line is empty
+            found["runner"] = pid
+    return found
+
+
+def wait_for_checkpoint(run: Path, step: int, timeout: float = 180) -> None:
+    """Returns as soon as a checkpoint of this step or a later one is listed: they are written in the background."""
+    index, deadline = run / "checkpoints" / "index.json", time.time() + timeout
+    while time.time() < deadline:
+        if index.exists() and any(entry["step"] >= step for entry in json.loads(index.read_text())["checkpoints"]):
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"{run} has no checkpoint of step {step}")
+
+
+def kill_all(ranks: list[subprocess.Popen], run: Path) -> list[str]:
+    """kill -9 of every rank; returns what they had printed."""
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+    _, outputs = support.finish(ranks, timeout=30)
+    assert_no_orphans(run)
+    return outputs
+
+
+def kill_all_while_saving(ranks: list[subprocess.Popen], run: Path, step: int, timeout: float = 180) -> list[str]:
+    """kill -9 of every rank as soon as the first file of this step's checkpoint appears under its temporary name."""
+    draft = run / "checkpoints" / f".step-{step:08d}.tmp"
+    deadline = time.time() + timeout
+    while not any(draft.rglob("*.pt")):
+        assert time.time() < deadline and all(rank.poll() is None for rank in ranks)
+        time.sleep(0.001)
+    return kill_all(ranks, run)
+
+
+def assert_half_a_save_is_never_chosen(whole: Path, scratch: Path) -> None:
+    """Files of a save appear one after another; whatever of them is there, it is not chosen before its index entry."""
+    folder = scratch / "checkpoints"
+    shutil.copytree(whole / "checkpoints", folder)
+    entries = checkpoint.read_index(folder)
+    newest, older = entries[-1]["name"], entries[-2]["name"]
+    checkpoint.write_json(folder / "index.json", {"checkpoints": entries[:-1]})
+    os.rename(folder / newest, folder / f".{newest}.tmp")
+    files = sorted(path for path in (folder / f".{newest}.tmp").rglob("*") if path.is_file())
+    assert len(files) > 4
+    one = Ranks(0, 1, torch.device("cpu"))
+    for file in reversed(files):
+        assert checkpoint.choose("auto", folder, one) == folder / older
+        file.unlink()
+    assert checkpoint.choose("auto", folder, one) == folder / older

@@ -1,0 +1,84 @@
+"""One pair of ranks for all two-rank runs of Llama MoT: an import of the libraries costs 10 s.
+
+mot_ranks.py JOBS.json     {"runs": [config, ...], "uneven": {"demo": folder, "out": folder, "cases": [...]}}
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "finetune"), str(ROOT / "tests")]
+
+UNEVEN_STEPS = 4
+
+
+def uneven_batch(model, step: int, rank: int) -> dict:
+    """Rank 1 has no music in the first two steps."""
+    from helpers.mot_support import batch_of, text_batch
+
+    if rank == 1 and step < 2:
+        return text_batch(model, [[5, 6, 7, 8 + step]])
+    return batch_of(model, [6 + step, 3 + rank], seed=10 * step + rank)
+
+
+def targets(batch) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def main() -> None:
+    from common.runtime import bar_codecs
+
+    bar_codecs()
+    import llama_mot
+    from common.ds_config import resolve_ds
+    from common.runtime import start_ranks
+
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    ranks = start_ranks()
+    for job in jobs["runs"]:
+        config = llama_mot.Config(**job)
+        llama_mot.train(config, ranks, resolve_ds(config.ds, config, ranks.world))
+        if ranks.first:
+            modules = sorted(name for name, module in sys.modules.items() if module)
+            (Path(config.out) / "modules.json").write_text(json.dumps(modules))
+    for case in jobs["uneven"]["cases"]:
+        uneven(Path(jobs["uneven"]["demo"]), Path(jobs["uneven"]["out"]), ranks, **case)
+
+
+def uneven(demo: Path, out: Path, ranks, name: str, stage: int, untie: str, recompute: bool) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    import llama_mot
+    from common import engine
+    from common.ds_config import resolve_ds
+    from helpers.mot_support import loss_of, text_batch
+    from models.mot import weights as mot_adapter
+
+    file = out / f"zero{stage}.json"
+    config = llama_mot.Config(ds=str(file), model=str(demo / "llama"), data="-", musicgen=str(demo / "musicgen"))
+    config.untie, config.precision, config.lr, config.gradient_checkpointing = untie, "fp32", 5e-4, recompute
+    ds = resolve_ds(config.ds, config, ranks.world)
+    model = llama_mot.build_model(config, ds)
+    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("embed",))
+    model.train()
+    for step in range(UNEVEN_STEPS):
+        batches = [uneven_batch(model, step, rank) for rank in range(ranks.world)]
+        total, _ = ds_engine(batches[ranks.rank])
+        engine.backward(ds_engine, total, sum(map(targets, batches)), ranks.world)
+        engine.set_learning_rate(ds_engine, config.lr)
+        engine.take_step(ds_engine)
+    weights = mot_adapter.adapter_weights(ds_engine)
+    # No rank has music: nothing of an earlier step may come back as a gradient.
+    total, _ = ds_engine(text_batch(model, [[5, 6, 7 + ranks.rank]]))
+    engine.backward(ds_engine, total, 1.0, ranks.world)
+    stale = max(float(engine.full_gradient(p).abs().max()) for p in engine.trainable(ds_engine).values())
+    save_file(weights | {"stale": torch.tensor(stale)}, out / f"{name}-{ranks.rank}.safetensors")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

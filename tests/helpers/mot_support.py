@@ -1,0 +1,101 @@
+"""What the tests of Llama MoT share: tiny models on the demo's checkpoints, and random batches."""
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from common.loss import IGNORE
+from models.mot.build import Donor, build_mot, choose_parts, expert_of, load_llama
+from models.mot.data import pad
+from models.mot.layout import Layout, music
+from models.mot.network import mot_loss
+
+DS = {"zero_optimization": {"stage": 0}}
+
+
+def build(demo, kind="musicgen", untie="ffn", gate="scalar", full=False, donor=None, llama=None, seed=0, **layout):
+    """A fresh MoTLlama on the demo's tiny Llama and MusicGen, all of it trained."""
+    llama = llama or load_llama(str(demo / "llama"), torch.float32)
+    donor = donor or Donor(str(demo / "musicgen"))
+    layout = Layout(llama.config.vocab_size, **layout)
+    model = build_mot(llama, layout, expert_of(kind, gate, llama.config, donor), untie, full, donor, seed, DS)
+    choose_parts(model, ["all"])
+    return model
+
+
+def text_batch(model, ids):
+    """A batch without any music."""
+    ids = torch.as_tensor(ids)
+    shape = (*ids.shape, model.layout.channels)
+    labels = torch.full((*ids.shape, 4), IGNORE)
+    ids = ids[..., None].expand(shape)
+    return {"input_ids": ids, "codebooks": torch.zeros_like(ids), "mask": torch.ones(shape[:2]), "labels": labels}
+
+
+def batch_of(model, frames, texts=None, seed=0, final=True):
+    """Random clips of so many frames with random captions."""
+    draw = np.random.default_rng(seed)
+    texts = texts or [draw.integers(5, 150, 7 + 3 * i) for i in range(len(frames))]
+    codes = [draw.integers(0, 2048, (n, 4)) for n in frames]
+    return pad([(t, *music(c, model.layout, final)) for c, t in zip(codes, texts, strict=True)], model.layout)
+
+
+def loss_of(model, batch):
+    return mot_loss(model, batch, torch.ones(4))
+
+
+# ---- the reference: both experts on every token, then a mask -----------------------------------------------------
+
+
+def reference_states(model, batch):
+    ids, books, mask = batch["input_ids"], batch["codebooks"], batch["mask"].bool()
+    vocab = model.layout.vocab
+    audio = (ids[..., 0] >= vocab) & mask
+    pick = audio[..., None]
+    text_embed = model.llama.model.embed_tokens(ids[..., 0].clamp(max=vocab - 1))
+    audio_embed = (model.audio_embed((ids - vocab).clamp(min=0)) + model.codebook_embed(books)).sum(-2)
+    x = torch.where(pick, audio_embed, text_embed) * mask[..., None]
+    rope = model.llama.model.rotary_emb(x, torch.arange(ids.shape[1])[None])
+    length = ids.shape[1]
+    causal = torch.ones(length, length).tril().bool()[None, None] & mask[:, None, None]
+    for layer, own in zip(model.llama.model.layers, model.layers, strict=True):
+        h = layer.input_layernorm(x)
+        if own.input_norm is not None:
+            h = torch.where(pick, own.input_norm(x), h)
+        if own.attn is None:
+            h, _ = layer.self_attn(h, position_embeddings=rope, attention_mask=causal)
+        else:
+            heads = []
+            for name in ("q_proj", "k_proj", "v_proj"):
+                both = [getattr(module, name)(h) for module in (own.attn, layer.self_attn)]
+                heads.append(torch.where(pick, *both).unflatten(-1, (-1, 16)).transpose(1, 2))
+            q, k = apply_rotary_pos_emb(heads[0], heads[1], *rope)
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, heads[2]))
+            h = F.scaled_dot_product_attention(q, k, v, causal).transpose(1, 2).flatten(2)
+            h = torch.where(pick, own.attn.o_proj(h), layer.self_attn.o_proj(h))
+        x = x + h
+        h = layer.post_attention_layernorm(x)
+        if own.post_norm is not None:
+            h = torch.where(pick, own.post_norm(x), h)
+        x = x + torch.where(pick, own.ffn(h), layer.mlp(h))
+    return model.llama.model.norm(x)
+
+
+def reference_loss(model, batch):
+    """Sum of plain cross-entropies, over the classes of the codebook that is due or over text and music."""
+    states, layout, total = reference_states(model, batch), model.layout, 0.0
+    for k in range(4):
+        labels = batch["labels"][..., k]
+        real = labels != IGNORE
+        if model.head.text is not None:
+            table = torch.cat([model.llama.lm_head.weight, model.head.weight])
+            total = total + F.cross_entropy(states[real] @ table.T, labels[real], reduction="sum")
+            continue
+        rows = model.head.weight[layout.first(k) - layout.vocab :][: layout.size]
+        classes = labels[real] - layout.first(k)
+        if k == 0:
+            rows = torch.cat([rows, model.head.weight[-1:]])
+            classes[labels[real] == layout.eos] = layout.size
+        total = total + F.cross_entropy(states[real] @ rows.T, classes, reduction="sum")
+    return total

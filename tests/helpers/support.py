@@ -1,0 +1,154 @@
+"""What several tests share: starting ranks, reading what they wrote, small datasets made without data/encode.py."""
+
+import hashlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable
+CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def environment(**more) -> dict:
+    """The test's environment, on the CPU, with the tests' own Python first on the path."""
+    return os.environ | CPU | {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"} | more
+
+
+def child_seconds() -> float:
+    """Processor time of all ended children: unlike the clock it does not depend on what else the machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def start_ranks(script: Path, arguments: list, world: int = 2) -> list[subprocess.Popen]:
+    """Starts the ranks of one job as the launcher would, without the launcher's own imports."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [PYTHON, script, *map(str, arguments)],
+            env=environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(world),
+                LOCAL_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+            ),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen], timeout: float = 300) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of all ranks."""
+    try:
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+    return [rank.returncode for rank in ranks], outputs
+
+
+def run_recipe(*arguments, world: int = 2, recipe: str = "dia_lora") -> tuple[list[int], list[str]]:
+    return finish(start_ranks(ROOT / "finetune" / f"{recipe}.py", list(arguments), world))
+
+
+def metrics(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def step_records(run: Path) -> list[dict]:
+    return [record for record in metrics(run) if "event" not in record]
+
+
+def wait_for_step(run: Path, step: int, timeout: float = 180) -> None:
+    """Returns as soon as the run has logged this optimizer step."""
+    deadline = time.time() + timeout
+    while not has_reached(run, step):
+        if time.time() > deadline:
+            raise TimeoutError(f"{run} did not reach step {step}")
+        time.sleep(0.05)
+
+
+def has_reached(run: Path, step: int) -> bool:
+    """The run has logged this optimizer step; its last line may be half written."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return any(record.get("step", 0) >= step and "event" not in record for record in records)
+
+
+def write_tokens(
+    folder: Path, clips: list[dict], split: list[str] | None = None, columns: dict | None = None, **info
+) -> Path:
+    """A token dataset from {"id", "text", "codes" (T, C)} without the project's own writer."""
+    import numpy as np
+    from datasets import Dataset, Features, List, Value
+
+    channels = info.get("channels", 9)
+    rows = []
+    for clip in clips:
+        codes = np.asarray(clip["codes"], dtype=np.int16)
+        rows.append({"id": clip["id"], "text": clip["text"], "codes": codes.ravel(), "frames": len(codes)})
+    features = Features(
+        {"id": Value("string"), "text": Value("string"), "codes": List(Value("int16")), "frames": Value("int32")}
+    )
+    dataset = Dataset.from_list(rows, features=features)
+    for name, values in ((columns or {}) | ({"split": split} if split else {})).items():
+        dataset = dataset.add_column(name, values)
+    dataset.save_to_disk(str(folder))
+    files = [
+        {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in sorted(folder.glob("*.arrow"))
+    ]
+    facts = {"format": 1, "codec": "dac", "weights": "none", "sample_rate": 44100, "hop": 512, "codebooks": 9}
+    facts |= {"codebook_size": 1024, "channels": channels, "layout": "frame-major", "files": files}
+    (folder / "dataset.json").write_text(json.dumps(facts | info))
+    return folder
+
+
+def write_pairs(folder: Path, rows: list[dict], **info) -> Path:
+    """Noisy/clean pairs from {"id", "noisy", "clean"} (int16) without the project's own writer."""
+    from datasets import Dataset, Features, List, Value
+
+    rows = [row | {"samples": len(row["clean"])} for row in rows]
+    kinds = {"id": Value("string"), "noisy": List(Value("int16")), "clean": List(Value("int16"))}
+    Dataset.from_list(rows, features=Features(kinds | {"samples": Value("int32")})).save_to_disk(str(folder))
+    files = [
+        {"name": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in sorted(folder.glob("*.arrow"))
+    ]
+    facts = {"format": 1, "kind": "pairs", "sample_rate": 16000, "rows": len(rows), "files": files}
+    (folder / "dataset.json").write_text(json.dumps(facts | info))
+    return folder
+
+
+def voice(seconds=1.0, noise=0.02, seed=0):
+    """A voice-like buzz with pauses, and the same with noise."""
+    import math
+
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    time = np.arange(int(16000 * seconds)) / 16000
+    voice = sum(np.sin(2 * np.pi * 130 * k * time) / k * math.exp(-((130 * k - 700) ** 2) / 8e5) for k in range(1, 40))
+    clean = 0.2 * voice * (0.5 + 0.5 * np.sign(np.sin(2 * np.pi * 2.2 * time))) + 1e-4 * rng.standard_normal(len(time))
+    return clean, clean + noise * rng.standard_normal(len(time))

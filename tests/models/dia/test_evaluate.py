@@ -1,0 +1,296 @@
+"""Loss, evaluation, speaking and loading on a tiny Dia."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from common.config import UserError
+from common.lora import base_model
+from common.loss import IGNORE, fuse_head
+from common.runtime import Ranks
+from models.dia.evaluate import dia_loss, evaluate
+from models.dia.generate import speak
+from models.dia.layout import text_bytes
+from models.dia.weights import load_dia
+
+ONE_RANK = Ranks(0, 1, torch.device("cpu"))
+EQUAL = torch.ones(9)
+
+
+def hf_output(model, batch, labels=True):
+    inputs = {k: v for k, v in batch.items() if k not in ("labels", "ids")}
+    flat = batch["labels"].transpose(1, 2).reshape(-1, batch["labels"].shape[1])  # (B*C, L), as the model wants it
+    return model(**inputs, labels=flat if labels else None, use_cache=False)
+
+
+def hf_logits(model, batch):
+    """(B, L, C, V) out of the model's (B*C, L, V)."""
+    b, length, c = batch["labels"].shape
+    with torch.no_grad():
+        return hf_output(model, batch, labels=False).logits.view(b, c, length, -1).transpose(1, 2)
+
+
+# ---- loss ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_loss_sum_over_count_is_the_models_own_loss(tiny_dia, make_clips, random_codes, fused):
+    model, batch = tiny_dia(), make_clips(random_codes(12, 5, 30)).batch([0, 1, 2])
+    expected = float(hf_output(model, batch).loss)
+    if fused:
+        fuse_head(model.logits_dense)
+    loss, stats = dia_loss(model, batch, EQUAL, 1.0, 1024)
+    count = (batch["labels"] != IGNORE).sum()
+    assert float(loss / count) == pytest.approx(expected, rel=1e-6)
+    assert stats[1].tolist() == [13 + 6 + 31] * 9 and float(stats[0].sum()) == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_every_gradient_is_that_of_the_models_own_loss(tiny_dia, make_clips, random_codes):
+    batch = make_clips(random_codes(12, 5)).batch([0, 1])
+    count = float((batch["labels"] != IGNORE).sum())
+    theirs, ours = tiny_dia(), tiny_dia()
+    hf_output(theirs, batch).loss.backward()
+    fuse_head(ours.logits_dense)
+    (dia_loss(ours, batch, EQUAL, 1.0, 1024)[0] / count).backward()
+    for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        assert (a.grad - b.grad).abs().max() <= 1e-5 * a.grad.abs().max() + 1e-9, name
+
+
+def test_channel_and_end_weights_weigh_single_tokens(tiny_dia, make_clips, random_codes):
+    clips = make_clips(random_codes(12, 5), channel_weights="first4x", eos_weight=3.0)
+    model, batch = tiny_dia(), clips.batch([0, 1])
+    labels = batch["labels"]
+    losses = F.cross_entropy(
+        hf_logits(model, batch).flatten(0, 2), labels.flatten(), ignore_index=IGNORE, reduction="none"
+    )
+    weights = torch.tensor([4.0] + [1.0] * 8) * torch.where(labels == 1024, 3.0, 1.0)
+    expected = float((losses.view_as(labels) * weights).sum())
+    fuse_head(model.logits_dense)
+    loss, _ = dia_loss(model, batch, torch.tensor(clips.weights, dtype=torch.float32), 3.0, 1024)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_clip_has_the_same_loss_alone_and_padded_in_company(tiny_dia, make_clips, random_codes):
+    model, clips = tiny_dia(), make_clips(random_codes(12, 5, 30), ["[S1] a", "[S1] a longer text", "[S1] abc"])
+    alone = sum(float(dia_loss(model, clips.batch([i]), EQUAL, 1.0, 1024)[0]) for i in range(3))
+    together = float(dia_loss(model, clips.batch([0, 1, 2]), EQUAL, 1.0, 1024)[0])
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
+# ---- unconditional rows ----------------------------------------------------------------------------------------
+
+
+def test_training_rows_without_text_are_what_generation_compares_with(tiny_dia, make_clips, random_codes):
+    """generate() hands the encoder [text; zeros] with the text's mask repeated."""
+    model, seen = tiny_dia(), []
+    clips = make_clips(random_codes(4), ["[S1] hello"], uncond=1.0)
+    hook = model.model.encoder.register_forward_pre_hook(lambda m, a, kw: seen.append(kw), with_kwargs=True)
+    speak(model, [text_bytes("[S1] hello", {}, "x")], 4, seed=0, guidance_scale=3.0)
+    hook.remove()
+    batch = clips.batch([0])
+    assert torch.equal(seen[0]["input_ids"][1:], batch["input_ids"])
+    assert torch.equal(seen[0]["attention_mask"][1:], batch["attention_mask"])
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_equals_sums_over_the_models_own_logits(tiny_dia, make_clips, random_codes):
+    codes = random_codes(12, 5, 30, 7)
+    clips = make_clips(codes, train=False)
+    model = tiny_dia()
+    with torch.no_grad():  # let EOS win sometimes, so that recall and false alarm have something to count
+        model.logits_dense.weight[1024] *= 6
+    found = evaluate(model, clips, ONE_RANK, lambda batch: batch)
+    total = muted = correct = count = eos_loss = hits = alarms = frames = 0
+    channel = np.zeros(9)
+    for i in range(4):
+        batch = clips.batch([i])
+        labels = batch["labels"][0]
+        real = labels != IGNORE
+        for text in (batch["input_ids"], torch.zeros_like(batch["input_ids"])):
+            logits = hf_logits(model, batch | {"input_ids": text})[0]
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+            losses = losses.view_as(labels)
+            if text.any():
+                best = logits.argmax(-1)
+                total, count = total + float(losses.sum()), count + int(real.sum())
+                correct += int((best == labels)[real].sum())
+                eos_loss += float(losses[labels == 1024].sum())
+                channel += losses.sum(0).numpy()
+                at_end = labels[:, 0] == 1024
+                hits += int((best[at_end, 0] == 1024).sum())
+                inside = real[:, 0] & ~at_end
+                alarms, frames = alarms + int((best[inside, 0] == 1024).sum()), frames + int(inside.sum())
+            else:
+                muted += float(losses.sum())
+    assert alarms and frames == sum(map(len, codes))
+    expected = {
+        "loss": total / count,
+        "accuracy": correct / count,
+        "text_gap": (muted - total) / count,
+        "eos_loss": eos_loss / (4 * 9),
+        "eos_recall": hits / 4,
+        "eos_false_alarm": alarms / frames,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert [found[f"loss_channel_{c}"] for c in range(9)] == pytest.approx(list(channel * 9 / count), rel=1e-4)
+
+
+def test_evaluation_does_not_depend_on_the_batches_and_leaves_the_mode(tiny_dia, make_clips, random_codes):
+    model, clips = tiny_dia(), make_clips(random_codes(12, 5, 30, 7), train=False, uncond=1.0)
+    model.train()
+    found = []
+    for clips.config.micro_tokens in (46, 8192):  # a clip a batch, and all in one
+        found.append(evaluate(model, clips, ONE_RANK, lambda b: b))
+    one, other = found
+    assert one == pytest.approx(other, rel=1e-5, abs=1e-6) and model.training
+
+
+# ---- speaking --------------------------------------------------------------------------------------------------
+
+
+def test_the_cap_is_in_frames_and_says_that_it_was_reached(tiny_dia):
+    (codes, ended), (more, _) = speak(tiny_dia(), [np.array([65, 66]), np.array([67])], 11, seed=0)
+    assert codes.shape[1] == 9 and codes.dtype == np.int16 and len(codes) <= 11 and ended == (len(codes) < 11)
+    assert codes.max() < 1024 and more.max() < 1024
+
+
+def test_an_immediate_end_is_a_clip_without_frames(tiny_dia):
+    model = tiny_dia()
+
+    class AlwaysEnd(torch.nn.Module):
+        def forward(self, x):
+            logits = torch.zeros(*x.shape[:-1], 9 * 1028)
+            logits[..., 1024] = 9.0  # channel 0
+            return logits
+
+    model.logits_dense = AlwaysEnd()
+    ((codes, ended),) = speak(model, [np.array([65])], 11, seed=0)
+    assert codes.shape == (0, 9) and ended
+
+
+def test_speaking_leaves_generators_and_mode_as_they_were(tiny_dia):
+    model = tiny_dia().train()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one = speak(model, [np.array([65])], 8, seed=1, do_sample=True, temperature=1.5)
+    again = speak(model, [np.array([65])], 8, seed=1, do_sample=True, temperature=1.5)
+    other = speak(model, [np.array([65])], 8, seed=2, do_sample=True, temperature=1.5)
+    assert torch.equal(torch.get_rng_state(), before) and model.training
+    assert np.array_equal(one[0][0], again[0][0]) and not np.array_equal(one[0][0], other[0][0])
+
+
+def test_a_failure_while_speaking_leaves_the_mode_too(tiny_dia):
+    """Samples may fail without stopping the training, which must then still have its dropout."""
+    model = tiny_dia().train()
+    with pytest.raises(ValueError):
+        speak(model, [np.array([65])], 8, seed=0, num_beams=3, guidance_scale=0.5)
+    assert model.training
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_folder_loads_in_the_wanted_type(tiny_dia, tmp_path):
+    tiny_dia().save_pretrained(tmp_path)
+    model = load_dia(str(tmp_path), torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and base_model(model) is model
+    expected = tiny_dia().state_dict()
+    loaded = load_dia(str(tmp_path), torch.float32).state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_folders_that_hold_no_dia_are_refused_in_a_sentence(tiny_dia, tmp_path):
+    from transformers import LlamaConfig
+
+    (tmp_path / "empty").mkdir()
+    LlamaConfig().save_pretrained(tmp_path / "llama")
+    tiny_dia().config.save_pretrained(tmp_path / "no-weights")
+    (tmp_path / "file").write_text("")
+    for name, words in {
+        "empty": "model.safetensors",
+        "llama": "'llama' model, not 'dia'",
+        "no-weights": "no-weights",
+        "file": "not a folder",
+        "nowhere": "not a folder",
+    }.items():
+        with pytest.raises(UserError, match=words) as error:
+            load_dia(str(tmp_path / name), torch.float32)
+        assert "--model" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_that_are_pickles_are_not_opened(tiny_dia, tmp_path):
+    model = tiny_dia()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        load_dia(str(tmp_path), torch.float32)
+
+
+def test_damaged_or_missing_weights_are_a_sentence(tiny_dia, tmp_path):
+    tiny_dia().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="--model"):
+        load_dia(str(tmp_path), torch.float32)
+    from safetensors.torch import load_file, save_file
+
+    tiny_dia().save_pretrained(tmp_path)
+    tensors = load_file(file)
+    gone = next(name for name in tensors if "q_proj" in name)
+    del tensors[gone]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=gone):
+        load_dia(str(tmp_path), torch.float32)
+
+
+# ---- memorise and regenerate -----------------------------------------------------------------------------------
+
+
+def memorise(model, batch, steps):
+    fuse_head(model.logits_dense)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    count = float((batch["labels"] != IGNORE).sum())
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 8e-3 * min(1, (step + 1) / 10) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        loss = dia_loss(model, batch, EQUAL, 1.0, 1024)[0] / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss)
+
+
+def test_memorised_clips_are_spoken_exactly_with_their_ends(tiny_dia, make_clips, random_codes):
+    codes, texts = random_codes(24, 19), ["[S1] bada gumi.", "[S1] lono [S2] sike."]
+    clips = make_clips(codes, texts)
+    model = tiny_dia()
+    loss = memorise(model, clips.batch([0, 1]), 150)
+    spoken = speak(model, [clips.text(i, 0, 0) for i in (0, 1)], 40, seed=0)
+    for (found, ended), expected in zip(spoken, codes, strict=True):
+        assert ended and found.shape == expected.shape, f"stopped at {len(found)}, not {len(expected)}; loss {loss}"
+        assert np.array_equal(found, expected)
+
+
+def test_without_the_delayed_tail_in_the_labels_the_ends_are_lost(tiny_dia, make_clips, random_codes):
+    """What other trainers do: the delayed stream is cut at T, with EOS in all channels at once."""
+    codes, texts = random_codes(24, 19), ["[S1] bada gumi.", "[S1] lono [S2] sike."]
+    clips = make_clips(codes, texts)
+    batch = clips.batch([0, 1])
+    for row, clip in enumerate(codes):
+        batch["labels"][row, len(clip) + 1 :] = IGNORE
+        batch["labels"][row, len(clip)] = 1024
+    model = tiny_dia()
+    memorise(model, batch, 150)
+    spoken = speak(model, [clips.text(i, 0, 0) for i in (0, 1)], 40, seed=0)
+    for (found, _), expected in zip(spoken, codes, strict=True):
+        frames = min(len(found), len(expected))
+        right = (found[:frames] == expected[:frames]).mean(0)
+        assert right[0] > 0.9, "the first channel has no delay and is learned"
+        assert right[8] <= (len(expected) - 15) / len(expected) + 0.05, "channel 8 has lost its last 15 frames"

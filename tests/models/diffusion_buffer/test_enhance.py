@@ -1,0 +1,281 @@
+"""The stream: right with an oracle, wrong with its sign turned, indifferent to chunks, causal, as late as it says."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from common import speech_metrics as speech
+from common.config import UserError
+from models.diffusion_buffer import diagnose as doctor
+from models.diffusion_buffer import signal
+from models.diffusion_buffer import weights as buffer_files
+from models.diffusion_buffer.diagnose import Oracle, Passing, awake, measure_latency, pair
+from models.diffusion_buffer.enhance import Buffer, Stream, Traced, enhance, enhance_at, enhance_folder
+from models.diffusion_buffer.network import NCSNpp, build_network
+from models.diffusion_buffer.signal import Spec
+
+PAPER = Spec()
+SMALL = Spec(width=8, n_fft=126, hop=64, frames=16, buffer=8)
+
+
+def si_sdr(clean, wave) -> float:
+    return speech.si_sdr(clean.astype(np.float64), wave.astype(np.float64))
+
+
+@pytest.mark.parametrize("size", [10, 20, 60])
+def test_the_exact_score_gives_clean_speech(size):
+    noisy, clean = pair(2.0)
+    spec = dataclasses.replace(PAPER, buffer=size, loss="dsm")
+    made = enhance(Oracle(clean, spec), noisy, spec)
+    assert si_sdr(clean, noisy) < 6 and si_sdr(clean, made) > 35
+    assert np.abs(made).max() < 1.2 * np.abs(clean).max()
+
+
+def test_the_exact_score_also_satisfies_pesq():
+    noisy, clean = pair(2.0)
+    spec = dataclasses.replace(PAPER, loss="dsm")
+    scores = [speech.pesq_wb(clean, wave)[0] for wave in (noisy, enhance(Oracle(clean, spec), noisy, spec))]
+    assert scores[0] < 3 and scores[1] > 4.3  # real speech, which has no digital silence, scores above 4.5
+
+
+def test_a_turned_score_ruins_it():
+    noisy, clean = pair(2.0)
+    spec = dataclasses.replace(PAPER, loss="dsm")
+    assert si_sdr(clean, enhance(Oracle(clean, spec, sign=-1), noisy, spec)) < 0
+
+
+@pytest.mark.parametrize("delay", [1, 5, 20])
+def test_clean_frames_come_out_at_every_delay(delay):
+    noisy, clean = pair(1.0)
+    assert si_sdr(clean, enhance(Oracle(clean, PAPER), noisy, PAPER, delay=delay)) > 60
+
+
+def test_no_noise_at_temperature_zero():
+    noisy, clean = pair(1.0)
+    spec = dataclasses.replace(PAPER, loss="dsm")
+    assert si_sdr(clean, enhance(Oracle(clean, spec), noisy, spec, temperature=0.0)) > 60
+
+
+@pytest.mark.parametrize("network", ["ncsnpp", "block_causal"])
+@pytest.mark.parametrize("loss", ["dp", "dsm"])
+def test_output_does_not_depend_on_the_chunks(network, loss):
+    torch.manual_seed(0)
+    net = awake(build_network(network, 8, 16)).eval()
+    spec = dataclasses.replace(SMALL, network=network, block=16, loss=loss)
+    noisy, _ = pair(0.15)
+    outputs = []
+    for size in (1, 160, 1000, len(noisy)):
+        stream = Stream(net, spec)
+        parts = [stream.push(noisy[i : i + size]) for i in range(0, len(noisy), size)]
+        outputs.append(np.concatenate([*parts, stream.flush()]))
+    assert len(outputs[0]) == len(noisy) and np.abs(outputs[0]).max() > 0
+    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_one_pass_gives_what_a_stream_of_each_delay_gives():
+    torch.manual_seed(0)
+    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.2)
+    for delay, wave in zip((1, 3, 8), enhance_at(net, noisy, SMALL, [1, 3, 8], seed=5), strict=True):
+        assert np.array_equal(wave, enhance(net, noisy, SMALL, delay=delay, seed=5))
+
+
+@pytest.mark.parametrize("network", ["ncsnpp", "block_causal"])
+def test_a_traced_network_streams_the_same_bits(network):
+    torch.manual_seed(0)
+    spec = dataclasses.replace(SMALL, network=network, block=16)
+    net, (noisy, _) = awake(build_network(network, 8, 16)).eval(), pair(0.2)
+    assert np.array_equal(enhance(Traced(net, spec), noisy, spec, delay=3), enhance(net, noisy, spec, delay=3))
+
+
+def test_a_tracked_level_makes_the_stream_indifferent_to_how_loud_it_is():
+    torch.manual_seed(0)
+    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.3)
+    for level, same in (("track", True), ("none", False)):
+        spec = dataclasses.replace(SMALL, level=level)
+        soft, loud = (enhance(net, noisy * gain, spec) for gain in (1, 4))  # a power of two: the same digits
+        assert (np.abs(loud - 4 * soft).max() < 1e-4 * np.abs(soft).max()) == same
+    made = enhance(Passing(), noisy, dataclasses.replace(SMALL, level="track"))
+    assert np.abs(made - noisy).max() < 1e-5  # what went in comes out at its own level
+
+
+class Watching:
+    """Says something of its own, and remembers what it was shown."""
+
+    def __init__(self):
+        self.shown, self.said = [], []
+
+    def embed(self, t):
+        return []
+
+    def __call__(self, x, y, times, scale):
+        self.shown.append(x[0].clone())
+        self.said.append(torch.randn_like(x))
+        return self.said[-1]
+
+
+@pytest.mark.parametrize("refresh", [False, True])
+def test_the_context_is_what_was_given_out_or_what_is_thought_of_it_now(refresh):
+    network = Watching()
+    buffer = Buffer(network, SMALL, refresh=refresh)
+    outs = [buffer.push(torch.randn(SMALL.bins) + 0j) for _ in range(20)]
+    context = network.shown[19][:, :8]  # 8 of context, 8 in the buffer
+    assert torch.equal(context[:, -1], outs[18][:, 0])  # the newest of the context has just left the buffer
+    now, then = network.said[18][0][:, 1:9], torch.stack([out[:, 0] for out in outs[11:19]], dim=1)
+    assert torch.equal(context, now if refresh else then)
+    with pytest.raises(UserError, match="--refresh-context needs a model of clean speech"):
+        Buffer(network, dataclasses.replace(SMALL, loss="dsm"), refresh=True)
+
+
+def test_empty_places_are_drawn_anew_until_the_buffer_is_full():
+    shown = {}
+    for redraw in (False, True):
+        torch.manual_seed(0)
+        network = Watching()
+        buffer = Buffer(network, PAPER, redraw=redraw)
+        for _ in range(24):
+            buffer.push(torch.zeros(PAPER.bins) + 0j)
+        shown[redraw] = [x[:, -20:] for x in network.shown]
+    sigma = buffer.sigma
+    for n in range(19):  # at frame n, 19 - n places have seen no frame
+        empty = 19 - n
+        assert shown[True][n][:, :empty].abs().square().mean(0).sqrt() / sigma[:empty] == pytest.approx(1, abs=0.25)
+        assert not torch.equal(shown[True][n][:, :empty], shown[False][n][:, :empty])
+        assert torch.equal(shown[True][n][:, -1], shown[False][n][:, -1])  # the newest is as without it
+    assert shown[True][0][:, :18].mean().abs() < 0.01 and not torch.equal(shown[True][0], shown[True][1])
+    for n in range(19, 24):
+        assert torch.equal(shown[True][n][:, n - 24 :], shown[False][n][:, n - 24 :])
+
+
+@pytest.mark.parametrize("delay", [1, 2, 5, 20])
+def test_an_impulse_takes_as_long_as_is_printed(delay):
+    assert PAPER.latency(delay) == 510 + 256 * (delay - 1)
+    assert measure_latency(PAPER, delay) == PAPER.latency(delay)
+
+
+def test_no_sample_takes_longer_than_is_printed():
+    stream, given, worst = Stream(Passing(), SMALL, 3), 0, 0
+    for i in range(2000):
+        made = stream.push(np.zeros(1))
+        if len(made):
+            worst = max(worst, i + 1 - given)
+        given += len(made)
+    assert worst == SMALL.latency(3)
+
+
+def test_nothing_given_out_depends_on_what_comes_later():
+    for loss in ("dp", "dsm"):
+        torch.manual_seed(0)
+        spec = dataclasses.replace(SMALL, loss=loss)
+        frames = torch.randn(SMALL.bins, 20, dtype=torch.complex64, requires_grad=True)
+        buffer, outs = Buffer(awake(NCSNpp(8)), spec), []
+        for i in range(20):
+            outs.append(buffer.push(frames[:, i])[:, 0])
+        (slope,) = torch.autograd.grad(outs[12].abs().square().sum(), frames)
+        seen = (slope.abs().sum(0) > 0).tolist()
+        assert seen[5] and seen[12] and not any(seen[13:])
+
+
+@pytest.mark.parametrize("length", [15999, 16000, 16001, 16255, 16256, 16257, 1, 200])
+def test_as_many_samples_come_out_as_went_in(length):
+    wave = doctor.speechlike(1.1)[:length]
+    made = enhance(Passing(), wave, PAPER)
+    assert len(made) == length and np.abs(made - wave).max() < 1e-5
+
+
+def test_the_last_frames_are_denoised_too():
+    noisy, clean = pair(1.0)
+    made = enhance(Oracle(clean, PAPER), noisy, PAPER)
+    assert si_sdr(clean[-2000:], made[-2000:]) > 60
+
+
+def test_the_work_a_frame_does_not_grow_with_the_clip():
+    calls = []
+
+    class Counting(Passing):
+        def __call__(self, x, y, times, scale):
+            calls.append(x.shape)
+            return y
+
+    for seconds in (1, 4):
+        calls.clear()
+        stream = Stream(Counting(), SMALL, delay=1)
+        stream.push(np.zeros(seconds * 16000, np.float32))
+        assert set(calls) == {(1, SMALL.bins, SMALL.frames)}
+        assert len(calls) == (seconds * 16000 + 63 - 126) // 64 + 1
+        assert len(stream.waiting) < 126 and stream.buffer.x.shape == (64, 16)
+
+
+def test_impossible_delays_are_refused():
+    with pytest.raises(UserError, match="--delay 9 is more than the buffer's 8"):
+        Stream(Passing(), SMALL, delay=9)
+    with pytest.raises(UserError, match="--loss dsm has its only clean frame at --delay 8"):
+        Stream(Passing(), dataclasses.replace(SMALL, loss="dsm"), delay=2)
+
+
+def test_one_clip_by_heart_gains_8_decibels_when_streamed():
+    """DP learned by a narrow network; tests/bench/bench_diffusion_buffer_overfit.py is the long one."""
+    spec = Spec(width=8, n_fft=510, hop=256, frames=16, buffer=8, t_max=0.8)
+    noisy, clean = pair(1.0, 0.0)
+    network, losses = doctor.overfit(spec, noisy, clean, steps=150)
+    made = enhance(network.eval(), noisy, spec)
+    assert losses[-1] < losses[0] / 3
+    assert si_sdr(clean, made) - si_sdr(clean, noisy) > 8
+
+
+def test_block_causal_learns_where_neighbouring_bins_agree():
+    """Its low-pass over the bins leaves hardly any speech whose phase counts from the window's start."""
+    losses = {}
+    for phase in ("start", "middle"):
+        spec = Spec(network="block_causal", block=16, width=8, frames=16, buffer=8, t_max=0.8, phase=phase)
+        losses[phase] = np.mean(doctor.overfit(spec, *pair(1.0, 0.0), steps=70, lr=3e-3)[1][-10:])
+    assert losses["middle"] < 0.8 * losses["start"], losses
+
+
+@pytest.mark.parametrize("n_fft", [126, 510])
+def test_a_phase_from_the_middle_is_that_of_the_turned_window(n_fft):
+    spec = Spec(n_fft=n_fft, hop=n_fft // 2 + 1, phase="middle", frames=8, buffer=4)
+    wave = torch.from_numpy(pair(0.5)[0])
+    window = torch.hann_window(n_fft)
+    rolled = torch.fft.rfft(torch.roll(wave[:n_fft] * window, n_fft // 2))
+    assert torch.allclose(signal.expand(signal.analyse(wave[:n_fft], spec)), rolled, atol=1e-4)
+    assert torch.allclose(
+        signal.spectra(wave[None, :n_fft], spec)[0, :, 0], signal.analyse(wave[:n_fft], spec), atol=1e-6
+    )
+    noisy, clean = pair(0.5)
+    assert si_sdr(clean, enhance(Oracle(clean, spec), noisy, spec)) > 60
+
+
+def test_a_broken_sample_is_a_click_and_no_end():
+    noisy, clean = pair(0.5)
+    broken = noisy.copy()
+    broken[1000:1003] = np.nan, np.inf, -np.inf
+    made, whole = (enhance(awake(NCSNpp(8)).eval(), wave, SMALL) for wave in (broken, noisy))
+    assert np.isfinite(made).all() and np.abs(made).max() < 2 * np.abs(whole).max()
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def test_an_exported_network_streams_the_same_from_its_folder_alone(tmp_path):
+    torch.manual_seed(0)
+    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.2)
+    buffer_files.write_export(tmp_path, net, SMALL, {"best": -3.0, "loss": 0.1})  # facts never replace the spec
+    again, spec = buffer_files.load_network(str(tmp_path / "export"))
+    assert spec == SMALL and np.array_equal(enhance(net, noisy, SMALL), enhance(again.eval(), noisy, spec))
+
+
+def test_a_folder_is_enhanced_file_by_file(tmp_path, capsys):
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    noisy, _ = pair(0.3)
+    soundfile.write(tmp_path / "in" / "sub" / "a.flac", noisy, 16000)
+    enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2)
+    made, rate = soundfile.read(tmp_path / "out" / "sub" / "a.wav", dtype="float32")
+    assert rate == 16000 and len(made) == len(noisy) and np.abs(made - noisy).max() < 1e-4
+    printed = capsys.readouterr().out
+    assert "latency at --delay 2: 11.9 ms" in printed and "real-time factor" in printed
+    soundfile.write(tmp_path / "in" / "stereo.wav", np.zeros((100, 2)), 16000)
+    with pytest.raises(UserError, match="stereo.wav has 16000 Hz, 2 channel"):
+        enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2)

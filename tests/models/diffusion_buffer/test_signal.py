@@ -1,0 +1,350 @@
+"""Spectra, diffusion and losses of the Diffusion Buffer against formulas and numbers from elsewhere."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import diffusion_buffer as recipe
+from common.config import UserError
+from models.diffusion_buffer import diagnose as doctor
+from models.diffusion_buffer import signal
+from models.diffusion_buffer.data import Windows, buffer_size, cut
+from models.diffusion_buffer.network import NCSNpp
+from models.diffusion_buffer.signal import Spec
+
+SPEC = Spec(width=8, n_fft=126, hop=64, frames=16, buffer=8)
+# sigma at 0.03, 0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.999 for k = 2.6, to four places
+TIMES = [0.03, 0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.999]
+GOLDEN = {
+    0.08: [0.0490, 0.0892, 0.1402, 0.1929, 0.2064, 0.1773, 0.1404, 0.0231],
+    0.52: [0.1248, 0.2275, 0.3576, 0.4917, 0.5261, 0.4519, 0.3579, 0.0589],
+}
+
+
+@pytest.mark.parametrize("c", GOLDEN)
+def test_sigma_is_the_golden_table(c):
+    spec = dataclasses.replace(SPEC, sde_c=c)
+    assert signal.sigma(spec, TIMES) == pytest.approx(GOLDEN[c], abs=1e-4)
+    assert signal.g(spec, 0) ** 2 == pytest.approx(c)
+    if c == 0.08:
+        assert signal.g(spec, [0.03, 0.5, 0.8, 0.999]) == pytest.approx([0.291, 0.456, 0.608, 0.735], abs=1e-3)
+        grid = np.linspace(0.01, 0.99, 981)
+        values = signal.sigma(spec, grid)
+        assert values.max() == pytest.approx(0.2117, abs=1e-4) and grid[values.argmax()] == pytest.approx(
+            0.713, abs=2e-3
+        )
+
+
+@pytest.mark.parametrize("name", [n for n in doctor.CHECKS if n not in ("repeatable", "silence", "speed")])
+def test_what_the_doctor_checks_holds(name):
+    fine, numbers = doctor.CHECKS[name](SPEC)
+    assert fine, numbers
+
+
+def test_the_doctor_sees_a_wrong_sigma(monkeypatch):
+    right = signal.sigma
+    monkeypatch.setattr(signal, "sigma", lambda spec, t: right(spec, t) * math.sqrt(spec.sde_c))  # g = c k^t
+    assert not doctor.check_sigma(SPEC)[0] and not doctor.check_simulation(SPEC)[0]
+
+
+def test_one_second_is_63_frames_and_they_are_those_of_torch():
+    spec = Spec()
+    assert signal.frame_count(16000, 256) == 63 and spec.bins == 256
+    wave = torch.randn(16000)
+    bins = torch.stft(wave, 510, 256, window=torch.hann_window(510), pad_mode="constant", return_complex=True)
+    expected = 0.15 * bins.abs() ** 0.5 * torch.exp(1j * bins.angle())
+    assert bins.shape[1] == 63
+    assert torch.allclose(signal.whole_spectrum(wave, spec, 63), expected, atol=1e-5)
+    assert torch.allclose(signal.analyse(wave[: 510], spec), signal.whole_spectrum(wave[255:], spec, 1)[:, 0] * 0
+                          + signal.compress(torch.fft.rfft(wave[:510] * torch.hann_window(510))))  # fmt: skip
+    assert torch.allclose(signal.expand(expected), bins, atol=1e-4)
+
+
+def test_a_window_is_a_cut_of_the_whole_spectrum_with_silence_before():
+    wave = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    whole = signal.whole_spectrum(torch.from_numpy(wave), SPEC, signal.frame_count(2000, SPEC.hop))
+    for last in (0, 5, 20, 31):
+        found = signal.spectra(torch.from_numpy(cut(wave, last, SPEC))[None], SPEC)[0]
+        expected = torch.zeros(SPEC.bins, SPEC.frames) + 0j
+        first = last - SPEC.frames + 1
+        expected[:, max(0, -first) :] = whole[:, max(0, first) : last + 1]
+        before = max(0, -first)
+        assert torch.allclose(found[:, before:], expected[:, before:], atol=1e-5)
+        assert not found[:, : max(0, before - 1)].any()  # the frame just before the start reaches into the sound
+
+
+# ---- times and crops -------------------------------------------------------------------------------------------
+
+
+def test_jittered_times_ascend_one_in_each_cell():
+    """Around the times of the stream: a frame is never asked about at a time that its place was not trained at."""
+    grid = signal.inference_times(SPEC)
+    assert grid[-1] == SPEC.reverse_start
+    draws = np.array([signal.training_times(SPEC, "jitter", 0, 0, i) for i in range(500)])
+    assert (np.diff(draws) > 0).all() and (draws[:, 0] == SPEC.t_eps).all() and draws.max() <= SPEC.t_max
+    assert (np.abs(draws - grid) <= (grid[1] - grid[0]) / 2 + 1e-9).all()
+    assert draws.mean(0)[1:] == pytest.approx(grid[1:], abs=0.01)
+    assert len(np.unique(draws[:, 3])) == 500
+    free = np.array([signal.training_times(SPEC, "random", 0, 0, i) for i in range(200)])
+    assert (np.diff(free) >= 0).all() and free.std(0)[3] > draws.std(0)[3]
+    assert free.max() > 0.97 * SPEC.t_max
+    official = np.linspace(SPEC.t_eps, SPEC.t_max, SPEC.buffer)
+    assert (signal.training_times(SPEC, "grid", 0) == official).all()
+
+
+def windows(**changes) -> Windows:
+    noisy, clean = doctor.pair(1.0)
+    found = doctor.windows_of(noisy, clean, SPEC)
+    for name, value in changes.items():
+        setattr(found.config, name, value)
+    return found
+
+
+def test_a_crop_depends_on_its_key_alone():
+    one, two = windows(context_noise=0.5), windows(context_noise=0.5)
+    batch, again = one.batch([(3, 0), (4, 0)]), two.batch([(4, 0)])
+    for name in ("t", "sigma", "z", "noisy", "clean", "mix", "dirt"):
+        assert torch.equal(batch[name][1], again[name][0])
+        assert not torch.equal(batch[name][0], batch[name][1]) or name in ("mix", "dirt")
+
+
+def test_the_silence_before_a_clip_is_not_counted_as_heard():
+    found, silent = windows(), 0
+    for epoch in range(20):
+        wave = found.batch([(epoch, 0)])["noisy"][0].numpy()
+        start = int(np.flatnonzero(wave)[0]) if wave[0] == 0 else 0
+        before = sum(k * SPEC.hop + SPEC.n_fft // 2 < start for k in range(SPEC.frames))
+        assert found.heard(epoch, 0) == SPEC.frames - before
+        silent += before
+    assert silent > 0
+
+
+def test_the_gain_is_the_same_on_both_sides_and_in_its_range():
+    plain = windows()
+    louder = windows(gain_low=6.0, gain_high=6.0)
+    for side in ("noisy", "clean"):
+        a, b = plain.batch([(0, 0)])[side], louder.batch([(0, 0)])[side]
+        assert torch.allclose(b, a * 10 ** (6 / 20), rtol=1e-5)
+
+
+def test_a_context_is_corrupted_as_often_as_asked():
+    batch = windows(context_noise=0.3).batch([(i, 0) for i in range(300)])
+    dirty = batch["mix"] > 0
+    assert 0.2 < dirty.float().mean() < 0.4 and batch["mix"].max() <= 0.5
+    assert torch.equal(batch["dirt"].abs().sum((1, 2)) > 0, dirty)
+
+
+# ---- sizes and levels ------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_drawn_by_the_step_alone_and_every_size_comes():
+    config = SimpleNamespace(seed=3, buffer_low=5)
+    sizes = [buffer_size(step, SPEC, config) for step in range(400)]
+    assert sizes == [buffer_size(step, SPEC, config) for step in range(400)]
+    assert [sizes.count(n) > 60 for n in (4, 5, 6, 7, 8, 9)] == [False, True, True, True, True, False]
+    assert {buffer_size(step, SPEC, SimpleNamespace(seed=3, buffer_low=0)) for step in range(50)} == {8}
+
+
+def test_a_smaller_buffer_has_more_context_and_fewer_targets():
+    found = windows().batch([(0, 0), (1, 0)], 5) | {"autocast": False}
+    network = Seen(lambda x, y: x)
+    _, stats, _ = signal.batch_to_loss(network, found, SPEC)
+    assert found["t"].shape == (2, 5) and float(stats[1].sum()) == 2 * SPEC.bins * 5
+    assert not network.t[:, :11].any() and torch.equal(network.t[:, 11:], found["t"])
+    clean, noisy = spectra_of(found)
+    assert torch.allclose(network.x[..., :11], clean[..., :11], atol=1e-5)
+    mean = (1 - found["t"][:, None]) * clean[..., 11:] + found["t"][:, None] * noisy[..., 11:]
+    assert torch.allclose(network.x[..., 11:], mean + found["sigma"][:, None] * found["z"], atol=1e-5)
+
+
+TRACKED = dataclasses.replace(SPEC, level="track")
+
+
+def test_a_tracked_level_is_the_mean_of_what_was_heard_and_pauses_do_not_count():
+    level, factors = signal.Level(TRACKED), []
+    draw = np.random.default_rng(0)
+    loud, soft = ([torch.from_numpy(draw.standard_normal(126).astype(np.float32)) * r for _ in range(2000)]
+                  for r in (0.2, 0.02))  # fmt: skip
+    for sound in [*[torch.zeros(126)] * 3, *loud, *[torch.zeros(126)] * 500, *soft]:
+        factors.append(level.push(signal.analyse(sound, TRACKED)))
+    assert factors[:3] == [1.0] * 3  # nothing heard yet
+    assert factors[2002] == pytest.approx((0.05 / 0.2) ** 0.5, rel=0.05) and factors[2502] == factors[2002]
+    assert factors[2502] < factors[2600] < factors[2900] < factors[-1]  # it forgets, over seconds
+    weights = math.exp(-64 / 16000 / 2.0) ** np.arange(4000)[::-1]
+    power = (weights * np.repeat([0.04, 0.0004], 2000)).sum() / weights.sum()
+    assert factors[-1] == pytest.approx((0.05 / math.sqrt(power)) ** 0.5, rel=0.05)
+
+
+def test_training_and_stream_give_a_frame_the_same_level():
+    noisy, clean = doctor.pair(1.0)
+    found = doctor.windows_of(noisy, clean, TRACKED)
+    network, level = Seen(lambda x, y: x), signal.Level(TRACKED)
+    wave = (np.clip(noisy, -1, 1) * 32767).astype(np.int16).astype(np.float32) / 32768
+    whole = signal.whole_spectrum(torch.from_numpy(wave), TRACKED, 251)
+    heard = [level.push(frame) for frame in whole.T]
+    scales = [np.array(([1.0] * 16 + heard[: last + 1])[-16:]) for last in range(251)]
+    batch = found.batch([(epoch, 0) for epoch in range(6)]) | {"autocast": False}
+    for scale in batch["scale"].numpy():
+        assert min(np.abs(scale - row).max() for row in scales) < 1e-5
+    signal.batch_to_loss(network, batch, TRACKED)
+    _, spectrum = spectra_of(batch)
+    assert torch.allclose(network.y, spectrum * batch["scale"][:, None], atol=1e-5)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------
+
+
+class Seen(torch.nn.Module):
+    """Answers what it is told to, and remembers what it was asked."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def embed(self, t):
+        self.t = t
+        return []
+
+    def forward(self, x, y, times, scale):
+        self.x, self.y, self.scale = x, y, scale
+        return self.answer(x, y)
+
+
+def made_batch(count=3):
+    return doctor.batch_of(SPEC, count)
+
+
+def spectra_of(batch):
+    window = torch.hann_window(SPEC.n_fft)
+    found = []
+    for side in ("clean", "noisy"):
+        bins = torch.stft(batch[side], SPEC.n_fft, SPEC.hop, window=window, center=False, return_complex=True)
+        found.append(0.15 * bins.abs() ** 0.5 * torch.exp(1j * bins.angle()))
+    return found
+
+
+def test_the_network_is_shown_the_buffer_of_the_paper():
+    batch, network = made_batch(), Seen(lambda x, y: x)
+    signal.batch_to_loss(network, batch, SPEC)
+    clean, noisy = spectra_of(batch)
+    t = batch["t"][:, None]
+    expected = clean.clone()
+    expected[..., -8:] = (1 - t) * clean[..., -8:] + t * noisy[..., -8:] + batch["sigma"][:, None] * batch["z"]
+    assert torch.allclose(network.x, expected, atol=1e-5) and torch.allclose(network.y, noisy, atol=1e-5)
+    assert not network.t[:, :8].any() and torch.equal(network.t[:, 8:], batch["t"])
+    labelled = dataclasses.replace(SPEC, context_time=1.0, output_scale="time")
+    signal.batch_to_loss(network, batch, labelled)
+    assert (network.t[:, :8] == 1).all() and torch.equal(network.scale[:, 8:], batch["t"])
+
+
+def test_the_losses_are_zero_for_the_right_answer_and_known_for_a_wrong_one():
+    batch = made_batch()
+    clean, _ = spectra_of(batch)
+    z = torch.cat([torch.zeros(3, SPEC.bins, 8), batch["z"]], dim=-1)
+    std = torch.cat([torch.ones(3, 8), batch["sigma"]], dim=1)[:, None]
+    bins = 3 * SPEC.bins * 8
+    for loss, right in (("dp", clean), ("dsm", -z / std), ("dsm_unweighted", -z / std)):
+        spec = dataclasses.replace(SPEC, loss=loss)
+        total, stats, _ = signal.batch_to_loss(Seen(lambda x, y, right=right: right), batch, spec)
+        assert float(total) / bins < 1e-9
+        total, stats, watch = signal.batch_to_loss(Seen(lambda x, y, right=right: right + 0.1), batch, spec)
+        off = {"dp": 0.01, "dsm": 0.01 * float(batch["sigma"].square().mean()), "dsm_unweighted": 0.01}[loss]
+        assert float(total) / bins == pytest.approx(off, rel=1e-3)
+        assert float(stats[0].sum()) == pytest.approx(float(total), rel=1e-5)
+        assert stats[1].tolist() == [bins / 4] * 4
+        assert float((stats[0] / stats[1]).mean()) == pytest.approx(float(total) / bins, rel=1e-5)
+        assert all(math.isfinite(float(value)) for value in watch.values())
+
+
+@pytest.mark.parametrize("scale", ["sigma", "none"])
+def test_an_untrained_network_has_a_dsm_loss_of_one(scale):
+    spec = dataclasses.replace(SPEC, loss="dsm", output_scale=scale)
+    torch.manual_seed(1)
+    _, stats, _ = signal.batch_to_loss(NCSNpp(8), made_batch(8), spec)
+    assert float(stats[0].sum() / stats[1].sum()) == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_corrupted_context_lies_between_clean_and_noisy():
+    batch, network = made_batch(2), Seen(lambda x, y: x)
+    batch["mix"], batch["dirt"] = torch.tensor([0.5, 0.0]), torch.zeros(2, SPEC.bins, 8) + 0j
+    signal.batch_to_loss(network, batch, SPEC)
+    clean, noisy = spectra_of(batch)
+    assert torch.allclose(network.x[0, :, :8], ((clean + noisy) / 2)[0, :, :8], atol=1e-5)
+    assert torch.allclose(network.x[1, :, :8], clean[1, :, :8], atol=1e-5)
+
+
+def test_an_own_context_is_what_the_network_said_a_buffer_earlier():
+    found = windows(context_own=1.0).batch([(0, 0), (1, 0)], 6)
+    shown = []
+
+    def answer(x, y):
+        shown.append((x, y))
+        return x * 0.5 + len(shown)
+
+    signal.batch_to_loss(Seen(answer), found | {"autocast": False, "own": True}, SPEC)
+    clean, noisy = spectra_of(found)  # 16 frames, of which 10 are context
+    (early, early_noisy), (late, _) = shown
+    assert not early[..., :6].any() and torch.allclose(early[..., 6:10], clean[..., :4], atol=1e-5)
+    assert torch.allclose(early_noisy[..., 6:], noisy[..., :10], atol=1e-5)
+    t = found["t"][:, None]
+    mean = (1 - t) * clean[..., 4:10] + t * noisy[..., 4:10]
+    assert torch.allclose(early[..., 10:], mean + found["sigma"][:, None] * found["z_own"], atol=1e-5)
+    assert torch.allclose(late[..., :4], clean[..., :4], atol=1e-5)
+    assert torch.allclose(late[..., 4:10], early[..., 10:] * 0.5 + 1, atol=1e-5)
+    shown.clear()
+    signal.batch_to_loss(Seen(answer), found | {"autocast": False, "own": False}, SPEC)
+    assert len(shown) == 1 and torch.allclose(shown[0][0][..., 10:], late[..., 10:])  # the buffer is the same
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"t_eps": 0.0}, "0 < t-eps < t-max < 1"),
+        ({"t_max": 1.0}, "0 < t-eps < t-max < 1"),
+        ({"t_eps": 0.9, "t_max": 0.5}, "0 < t-eps < t-max < 1"),
+        ({"t_eps": 1e-6}, "below 1e-3: raise --t-eps"),
+        ({"buffer": 200}, "--buffer 200 does not fit into --frames 128 .of --hop 256"),
+        ({"n_fft": 500}, "--n-fft 500 gives 251 bins"),
+        ({"hop": 400}, "--hop 400 is not between"),
+        ({"width": 10}, "--width 10 is refused"),
+        ({"width": 48}, "--width 48 is refused"),  # 144 channels in 32 groups
+        ({"gain_low": 3.0, "gain_high": -3.0}, "--gain-low 3 is above --gain-high -3"),
+        ({"sde_k": 1.0}, "--sde-k 1 above 1"),
+        ({"buffer_low": 30}, "--buffer-low 30 is not between 4 and --buffer 20"),
+        ({"buffer_low": 2}, "--buffer-low 2 is not between 4"),
+        ({"context_own": 0.5, "loss": "dsm"}, "--context-own takes estimates of clean speech"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        signal.spec_of(recipe.Config(**changes))
+
+
+def test_frames_are_rounded_up_to_what_the_network_takes():
+    assert signal.spec_of(recipe.Config(frames=63)).frames == 64
+    assert signal.spec_of(recipe.Config(frames=63, network="block_causal")).frames == 63
+    assert signal.spec_of(recipe.Config(loss="dsm")).output_scale == "sigma"
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"), [(100, "100 samples, less than half"), (255, "less than half a window")]
+)
+def test_clips_without_a_frame_are_refused(samples, message):
+    pairs = SimpleNamespace(samples=np.array([5000, samples]), id=lambda i: f"clip{i}", folder="pairs")
+    config = SimpleNamespace(pad_short=True)
+    with pytest.raises(UserError, match=f"clip 'clip1' of pairs has {samples} samples.*--n-fft 510, --hop 256"):
+        Windows(pairs, np.array([0, 1]), Spec(), config)
+
+
+def test_clips_shorter_than_the_buffer_need_leave():
+    pairs = SimpleNamespace(samples=np.array([5000, 1000]), id=lambda i: f"clip{i}", folder="pairs")
+    with pytest.raises(UserError, match="clip1.*4 frames.*--buffer is 20.*--pad-short"):
+        Windows(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=False))
+    Windows(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=True))

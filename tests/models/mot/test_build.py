@@ -1,0 +1,240 @@
+"""models/mot/build.py: what is copied from MusicGen is MusicGen's, all of it, and stays ours."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from common.config import UserError
+from helpers.mot_support import batch_of, build
+from models.mot import network as mot
+from models.mot.build import PARTS, Donor, calibrate, choose_parts, copied_part, expert_of, layer_map
+
+
+@pytest.fixture(scope="module")
+def musicgen(demo_mot):
+    from transformers import MusicgenForConditionalGeneration
+
+    return MusicgenForConditionalGeneration.from_pretrained(str(demo_mot / "musicgen")).eval()
+
+
+def tiny_llama(layers=4, hidden=64):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=96, num_hidden_layers=layers, **sizes)
+    return LlamaForCausalLM(config).requires_grad_(False)
+
+
+def tiny_donor(folder, layers, width=48, ffn=192, prefix="decoder.model.decoder.", **changes):
+    """A MusicGen checkpoint with only the tensors that are read."""
+    torch.manual_seed(1)
+    shapes = {"fc1.weight": (ffn, width), "fc2.weight": (width, ffn)}
+    shapes |= {"final_layer_norm.weight": (width,), "final_layer_norm.bias": (width,)}
+    weights = {f"{prefix}layers.{i}.{n}": torch.randn(s) for i in range(layers) for n, s in shapes.items()}
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del weights[prefix + name]
+        else:
+            weights[prefix + name] = value
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    decoder = {"hidden_size": width, "ffn_dim": ffn, "num_hidden_layers": layers, "activation_function": "gelu"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "musicgen", "decoder": decoder}))
+    return folder
+
+
+# ---- the transplant ------------------------------------------------------------------------------------------------
+
+
+def test_an_expert_is_musicgens_block_between_projections(demo_mot, musicgen, capsys):
+    model = build(demo_mot)
+    assert "copied 16/16 tensors into 4 music experts" in capsys.readouterr().out
+    blocks = musicgen.decoder.model.decoder.layers
+    x = torch.randn(9, 64)
+    for i, source in enumerate((0, 2, 3, 5)):
+        own, block = model.layers[i].ffn, blocks[source]
+        with torch.no_grad():
+            expected = block.fc2(F.gelu(block.fc1(block.final_layer_norm(x @ own.proj_in.weight.T))))
+            expected = expected @ own.proj_out.weight.T
+            assert torch.allclose(own(x), expected, atol=1e-6)
+            assert not torch.allclose(own(x), expected * 1.01, atol=1e-6)
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias") and "norm" not in name]
+
+
+def test_projections_are_orthonormal_and_keep_the_loudness(demo_mot):
+    own = build(demo_mot).layers[0].ffn
+    inward, outward = own.proj_in.weight, own.proj_out.weight
+    assert torch.allclose(inward @ inward.T, torch.eye(48), atol=1e-5)
+    assert torch.allclose(outward.T @ outward, torch.eye(48) * 64 / 48, atol=1e-5)
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
+    rms = lambda t: float(t.detach().pow(2).mean().sqrt())  # noqa: E731
+    assert rms(x @ inward.T) == pytest.approx(1, rel=0.02)
+    assert rms(torch.randn(4000, 48) @ outward.T) == pytest.approx(1, rel=0.02)
+
+
+def test_equal_widths_need_no_projections(tmp_path):
+    model = build(None, llama=tiny_llama(hidden=48 + 16), donor=Donor(str(tiny_donor(tmp_path / "m", 3, width=64))))
+    assert model.layers[0].ffn.proj_in is None and model.layers[0].ffn.proj_out is None
+    assert not [name for name in model.adapter() if "proj_in" in name]
+
+
+def test_absorbed_projections_are_the_same_function_without_the_norm(demo_mot):
+    whole, absorbed = build(demo_mot), build(demo_mot, kind="musicgen_absorbed")
+    x = torch.randn(9, 64)
+    for one, two in zip(whole.layers, absorbed.layers, strict=True):
+        with torch.no_grad():
+            expected = one.ffn.proj_out(one.ffn.fc2(F.gelu(one.ffn.fc1(one.ffn.proj_in(x)))))
+            assert torch.allclose(two.ffn(x), expected, atol=1e-5)
+    assert sum(p.numel() for p in absorbed.layers[0].ffn.parameters()) == 2 * 64 * 192 + 1
+
+
+@pytest.mark.parametrize("untie", ["ffn", "full"])
+def test_experts_from_llama_change_nothing_at_first(demo_mot, untie):
+    model = build(demo_mot, kind="llama", untie=untie)
+    x = torch.randn(9, 64)
+    for own, layer in zip(model.layers, model.llama.model.layers, strict=True):
+        assert torch.equal(own.ffn(x), layer.mlp(x))
+        if untie == "full":
+            assert torch.equal(own.input_norm(x), layer.input_layernorm(x))
+            assert torch.equal(own.post_norm(x), layer.post_attention_layernorm(x))
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                assert torch.equal(getattr(own.attn, name)(x), getattr(layer.self_attn, name)(x))
+
+
+def test_random_experts_have_musicgens_sizes_and_none_of_its_weights(demo_mot, capsys):
+    model = build(demo_mot, kind="random")
+    assert "copied 0/0" in capsys.readouterr().out
+    assert model.layers[0].ffn.fc1.weight.shape == (192, 48)
+    assert not torch.equal(model.layers[0].ffn.fc1.weight, build(demo_mot).layers[0].ffn.fc1.weight)
+
+
+@pytest.mark.parametrize(("layers", "donor", "first"), [(16, 24, [0, 2, 3, 5]), (16, 48, [1, 4, 7, 10])])
+def test_layer_map_of_the_published_pairs(layers, donor, first):
+    assert layer_map(layers, donor)[:4] == tuple(first)
+
+
+def test_a_deeper_llama_has_no_random_expert(tmp_path):
+    """32 layers from 24: the first trainer left the last 8 random without a word."""
+    folder = tiny_donor(tmp_path / "m", 24)
+    model = build(None, llama=tiny_llama(layers=32), donor=Donor(str(folder)))
+    source = load_file(folder / "model.safetensors")
+    used = []
+    for own in model.layers:
+        same = [
+            i
+            for i in range(24)
+            if torch.equal(source[f"decoder.model.decoder.layers.{i}.fc1.weight"], own.ffn.fc1.weight)
+        ]
+        assert len(same) == 1
+        assert torch.equal(source[f"decoder.model.decoder.layers.{same[0]}.final_layer_norm.bias"], own.ffn.norm.bias)
+        used += same
+    assert used == sorted(used) and set(used) == set(range(24)) and tuple(used) == model.expert.layer_map
+
+
+def test_copies_are_leaves_of_our_own(tmp_path):
+    folder = tiny_donor(tmp_path / "m", 3)
+    donor = Donor(str(folder))
+    llama = tiny_llama()
+    model = build(None, llama=llama, donor=donor, untie="full")
+    choose_parts(model, ["all"])
+    assert all(p.is_leaf and p.grad_fn is None and p.requires_grad for p in model.adapter().values())
+    before = {name: p.detach().clone() for name, p in model.adapter().items()}
+    with torch.no_grad():
+        for parameter in llama.model.layers.parameters():
+            parameter.add_(1.0)
+    shutil.rmtree(folder)
+    assert all(torch.equal(before[name], p) for name, p in model.adapter().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layers__2__fc2__weight": None}, "lacks the tensor decoder.model.decoder.layers.2.fc2.weight"),
+        ({"layers__0__fc1__bias": torch.zeros(192)}, "has a fc1.bias"),
+        ({"layers__1__fc1__weight": torch.zeros(192, 47)}, "has shape (192, 47), not (192, 48)"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, changes, sentence):
+    donor = Donor(str(tiny_donor(tmp_path / "m", 3, **changes)))
+    with pytest.raises(UserError) as error:
+        build(None, llama=tiny_llama(), donor=donor)
+    assert sentence in str(error.value)
+
+
+def test_a_decoder_alone_and_shards_are_read_too(tmp_path):
+    """MusicgenForCausalLM's names, spread over two files."""
+    folder = tiny_donor(tmp_path / "m", 3, prefix="model.decoder.")
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    for number, part in enumerate((names[:5], names[5:])):
+        save_file({name: weights[name] for name in part}, folder / f"model-{number}.safetensors")
+    (folder / "model.safetensors").unlink()
+    donor = Donor(str(folder))
+    assert all(len(donor.block(i)) == 4 for i in range(3))
+
+
+def test_something_else_is_no_musicgen(demo_mot, tmp_path):
+    with pytest.raises(UserError, match="'llama' model, not 'musicgen'"):
+        Donor(str(demo_mot / "llama"))
+    with pytest.raises(UserError, match="no readable config.json"):
+        Donor(str(tmp_path))
+    with pytest.raises(UserError, match="name one with --musicgen"):
+        expert_of("musicgen", "scalar", tiny_llama().config, None)
+
+
+# ---- gates and parts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", ["scalar", "channel"])
+def test_calibrated_experts_are_as_loud_as_the_blocks_they_stand_in_for(demo_mot, gate):
+    model = build(demo_mot, gate=gate)
+    batch = batch_of(model, [40])
+    calibrate(model, batch, zero=False)
+    assert all(own.ffn.gate.numel() == (64 if gate == "channel" else 1) for own in model.layers)
+    seen = {}
+    for i, own in enumerate(model.layers):
+        own.ffn.register_forward_hook(lambda _, inputs, out, i=i: seen.update({i: (inputs[0], out)}))
+    with torch.no_grad():
+        model(batch["input_ids"], batch["codebooks"], batch["mask"])
+        for i, (x, out) in seen.items():
+            wanted = model.llama.model.layers[i].mlp(x).pow(2).mean().sqrt()
+            assert float(out.pow(2).mean().sqrt()) == pytest.approx(float(wanted), rel=1e-3)
+            assert len(x) == 161
+
+
+def test_gates_of_zero_leave_the_experts_out_and_learn(demo_mot):
+    model = build(demo_mot)
+    choose_parts(model, ["all"])
+    batch = batch_of(model, [10])
+    calibrate(model, batch, zero=True)
+    assert all(float(own.ffn.gate) == 0 for own in model.layers)
+    mot.mot_loss(model, batch, torch.ones(4))[0].backward()
+    assert all(own.ffn.gate.grad.any() for own in model.layers)
+
+
+def test_parts_are_trained_alone_and_unknown_ones_refused(demo_mot):
+    model = build(demo_mot)
+    trained = lambda: {name for name, p in model.named_parameters() if p.requires_grad}  # noqa: E731
+    choose_parts(model, ["proj_only"])
+    assert {name.split(".")[-2] for name in trained()} == {"proj_in", "proj_out", "head"}
+    choose_parts(model, ["embed", "gate"])
+    assert len(trained()) == 2 + 4
+    choose_parts(model, ["all"])
+    assert trained() == set(model.adapter())
+    for names, sentence in ((["attn"], "has no part 'attn'"), (["heads"], "choose from"), ([], "names nothing")):
+        with pytest.raises(UserError, match=sentence):
+            choose_parts(model, names)
+
+
+def test_every_parameter_is_of_exactly_one_part(demo_mot):
+    for kind in ("musicgen", "musicgen_absorbed", "llama"):
+        for name in build(demo_mot, kind=kind, untie="full").adapter():
+            assert sum(bool(re.fullmatch(pattern, name)) for pattern in PARTS.values()) == 1, name
+    assert copied_part("layers.3.ffn.fc1.weight") and not copied_part("layers.3.ffn.gate")

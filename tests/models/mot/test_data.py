@@ -1,0 +1,232 @@
+"""models/mot/data.py: tokenizers, budgets, windows, caption dropout, coverage."""
+
+import io
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.config import UserError
+from common.loss import IGNORE
+from common.tokens import TokenDataset
+from helpers import support
+from llama_mot import Config
+from models.mot.data import Clips, Tokenizer, check_coverage, limits_of
+from models.mot.layout import Layout
+
+ENCODEC = {"codec": "encodec", "sample_rate": 32000, "hop": 640, "codebooks": 4, "codebook_size": 2048, "channels": 4}
+
+
+class Words:
+    """One id a word: captions of a known length."""
+
+    bos, size, source = 128000, 128256, "words"
+    no_text = np.array([128000])
+
+    def __call__(self, texts):
+        return [np.array([self.bos, *(1000 + len(word) for word in text.split())]) for text in texts]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(frames, words, ...) -> Clips of so many frames with captions of so many words."""
+    made = []
+
+    def call(frames, words, train=True, layout=None, info=None, **flags):
+        draw = np.random.default_rng(0)
+        clips = [
+            {"id": f"clip{i}", "text": "word " * w, "codes": draw.integers(0, 2048, (f, 4))}
+            for i, (f, w) in enumerate(zip(frames, words, strict=True))
+        ]
+        made.append(support.write_tokens(tmp_path / f"tokens{len(made)}", clips, **ENCODEC | (info or {})))
+        config = Config(**{"caption_dropout": 0.0} | flags)
+        layout = layout or Layout(128256, ids=config.ids, order=config.layout)
+        return Clips(TokenDataset(str(made[-1])), layout, Words(), config, train)
+
+    return call
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def test_sentencepiece_tokenizer_is_the_librarys(demo_mot):
+    from sentencepiece import SentencePieceProcessor
+
+    text = "The organ slowly plays a trill."
+    model = SentencePieceProcessor(model_file=str(demo_mot / "llama" / "tokenizer.model"))
+    tokenizer = Tokenizer(str(demo_mot / "llama"))
+    assert tokenizer([text])[0].tolist() == [model.bos_id(), *model.encode(text)]
+    assert tokenizer.no_text.tolist() == [1] and model.decode(tokenizer([text])[0][1:].tolist()) == text
+
+
+def test_fast_tokenizer_of_llama_3s_kind(tmp_path):
+    """Byte-level BPE that adds its BOS by itself: there must be one, not two."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    fast.train_from_iterator(["a slow piano", "a fast drum"], trainer)
+    bos = fast.token_to_id(special[0])
+    fast.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], bos)])
+    PreTrainedTokenizerFast(tokenizer_object=fast, bos_token=special[0], eos_token=special[1]).save_pretrained(tmp_path)
+    ids = Tokenizer(str(tmp_path))(["a slow drum"])[0]
+    assert ids[0] == bos and Counter(ids.tolist())[bos] == 1
+    assert fast.decode(ids[1:].tolist()) == "a slow drum"
+
+
+def test_a_folder_without_tokenizer_or_with_a_broken_one_is_refused(tmp_path):
+    with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
+        Tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\n")  # what Llama-3's tiktoken file looks like
+    with pytest.raises(UserError, match="no SentencePiece model"):
+        Tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(make):
+    with pytest.raises(UserError, match="not of one model"):
+        make([3], [2], layout=Layout(5000))
+
+
+def test_sentencepiece_without_bos_is_refused(tmp_path):
+    from sentencepiece import SentencePieceTrainer
+
+    content = io.BytesIO()
+    words = iter(["some words to learn from"] * 9)
+    SentencePieceTrainer.train(
+        sentence_iterator=words, model_writer=content, vocab_size=30, bos_id=-1, hard_vocab_limit=False, minloglevel=2
+    )
+    (tmp_path / "tokenizer.model").write_bytes(content.getvalue())
+    with pytest.raises(UserError, match="no BOS token"):
+        Tokenizer(str(tmp_path))
+
+
+# ---- budgets and windows -------------------------------------------------------------------------------------------
+
+
+def test_default_profile_holds_whole_captions_and_whole_clips(make):
+    clips = make([500, 500], [152, 46])
+    for clip, words in enumerate((152, 46)):
+        batch = clips.batch([clip])
+        assert batch["input_ids"].shape[1] == 1 + words + 1 + 2000
+        labels = batch["labels"][0]
+        assert int((labels != IGNORE).sum()) == 2001 and int(labels[-1, 0]) == clips.layout.eos
+    assert clips.lengths.tolist() == [2154, 2048]
+
+
+def test_legacy_profile_is_1024_positions_with_992_codes(make):
+    clips = make([500, 248, 5], [46, 60, 3], profile="legacy", ids="shared")
+    batch = clips.batch([0])
+    ids, labels = batch["input_ids"][0, :, 0], batch["labels"][0]
+    assert len(ids) == 1024 and int((ids >= 128256).sum()) == 1 + 992
+    assert int(ids[0]) == 128000 and (ids[1:31] == 1004).all() and int(ids[31]) == 130304
+    assert int(ids[ids >= 128256].max()) <= 130304
+    assert int(labels[31, 0]) == int(ids[32]), "the first code is a label"
+    assert int((labels == 130305).sum()) == 0 and (labels[:31] == IGNORE).all()
+    whole = clips.batch([1])
+    assert whole["input_ids"].shape[1] == 1024 and int(whole["labels"][0, -1, 0]) == 130305
+    assert clips.batch([2])["input_ids"].shape[1] == 1 + 3 + 1 + 20
+
+
+@pytest.mark.parametrize("layout", ["flat", "delay"])
+def test_windows_are_whole_frames_anywhere_and_end_only_at_the_true_end(make, layout):
+    clips = make([40], [5], max_audio=48, layout=Layout(128256, order=layout))
+    assert clips.window.tolist() == [12]
+    codes, starts = clips.tokens.codes(0), set()
+    for epoch in range(300):
+        start, end, final = clips.part(0, epoch)
+        starts.add(start)
+        assert end - start == 12 and final == (end == 40)
+        batch = clips.batch([0], epoch)
+        labels = batch["labels"][0]
+        count = (labels != IGNORE).sum(0).numpy()
+        assert (labels == clips.layout.eos).any() == final
+        assert clips.target_weight([0], epoch) == count.sum() == clips.layout.targets(12, final).sum()
+        if layout == "flat":
+            music = batch["input_ids"][0, 7:, 0].numpy() - 128256
+            assert len(music) % 4 == 0
+            assert np.array_equal(music.reshape(-1, 4) % 2048, codes[start:end])
+    assert starts == set(range(29))
+    held_out = make([40], [5], train=False, max_audio=48)
+    assert held_out.part(0, 7) == (0, 12, False)
+
+
+def test_music_gets_what_the_caption_leaves(make):
+    clips = make([500, 500], [10, 90], max_seq=400)
+    assert clips.window.tolist() == [(400 - 11 - 1) // 4, (400 - 91 - 1) // 4]
+    assert all(clips.batch([i])["input_ids"].shape[1] <= 400 for i in (0, 1))
+    with pytest.raises(UserError, match="--max-seq 20 leaves no room"):
+        make([9], [18], max_seq=20)
+
+
+def test_over_long_captions(make):
+    with pytest.raises(UserError, match="clip 'clip1' has 301 ids, over --max-text 192"):
+        make([5, 5], [3, 300])
+    assert len(make([5, 5], [3, 300], over_long_text="drop")) == 1
+    assert [len(text) for text in make([5, 5], [3, 300], over_long_text="cut").texts] == [4, 192]
+
+
+def test_missing_captions(make):
+    with pytest.raises(UserError, match="clip 'clip1' has no caption"):
+        make([5, 5], [3, 0])
+    assert len(make([5, 5], [3, 0], allow_empty_text=True)) == 2
+
+
+def test_caption_dropout_is_keyed_a_sample_and_off_for_evaluation(make):
+    clips = make([4] * 400, [5] * 400, caption_dropout=0.3)
+    dropped = [len(clips.text(i, 0)) == 1 for i in range(400)]
+    assert 0.2 < np.mean(dropped) < 0.4
+    assert dropped == [len(clips.text(i, 0)) == 1 for i in range(400)]
+    assert dropped != [len(clips.text(i, 1)) == 1 for i in range(400)]
+    clip = dropped.index(True)
+    ids = clips.batch([clip])["input_ids"][0, :, 0]
+    assert ids[:2].tolist() == [128000, clips.layout.bos]
+    held_out = make([4] * 50, [5] * 50, train=False, caption_dropout=0.9)
+    assert all(len(held_out.text(i, 0)) == 6 for i in range(50))
+
+
+def test_padding_is_at_the_right_and_masked(make):
+    clips = make([3, 9], [2, 7])
+    batch = clips.batch([0, 1])
+    assert batch["mask"].sum(1).tolist() == [1 + 2 + 13, 1 + 7 + 37] and batch["positions"] == 2 * 45
+    assert (batch["labels"][0, 16:] == IGNORE).all() and not batch["input_ids"][0, 16:].any()
+
+
+def test_codebook_weights_are_checked_and_count(make):
+    clips = make([3], [2], codebook_weights=[2.0, 1.0, 0.0, 0.5])
+    assert clips.target_weight([0], 0) == 2 * 4 + 3 + 0.5 * 3
+    for bad in ([1.0], [1.0, 1.0, 1.0, -1.0], [0.0] * 4):
+        with pytest.raises(UserError, match="--codebook-weights takes 4"):
+            make([3], [2], codebook_weights=bad)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_tenth_of_the_source_is_refused(make, capsys):
+    clips = make([3] * 50, [2] * 50, info={"wanted": 5233})
+    with pytest.raises(UserError, match="holds 50 of the 5233 clips"):
+        check_coverage(clips.tokens, 0.9)
+    assert "50 of 5233 clips" in capsys.readouterr().out
+    check_coverage(clips.tokens, 0.009)
+    check_coverage(make([3], [2]).tokens, 0.9)  # a source that says nothing
+
+
+def test_codes_of_another_codec_or_out_of_range(make):
+    with pytest.raises(UserError, match="codec = 'dac' but the model needs 'encodec'"):
+        make([3], [2], info={"codec": "dac"})
+    clips = make([3], [2])
+    clips.layout = replace(clips.layout, size=100)
+    with pytest.raises(UserError, match="clip 'clip0': code .* is outside 0..99"):
+        clips.batch([0])
+
+
+def test_limits_can_be_set_one_by_one():
+    assert limits_of(Config(max_text=50)) == {"max_seq": 2304, "max_text": 50, "max_audio": 2000}
+    assert limits_of(Config(profile="legacy")) == {"max_seq": 1024, "max_text": 31, "max_audio": 992}

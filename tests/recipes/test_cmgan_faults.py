@@ -1,0 +1,126 @@
+"""CMGAN killed and stopped, and started again: both networks end as if nothing had happened, bit for bit."""
+
+import json
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint
+from helpers import support
+from helpers.faults import (
+    assert_half_a_save_is_never_chosen,
+    assert_no_orphans,
+    kill_all,
+    kill_all_while_saving,
+    processes_of,
+    wait_for_checkpoint,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
+# Dropout, average, gate, replay, a drop of the rate, evaluation: each is state that a resume could lose.
+JOB = (
+    "--channels 4 --disc-channels 2 --seconds 0.5 --micro-batch 1 --steps 12 --lr 1e-3 --ema 0.9 --hold-out dov "
+    "--eval-files 2 --eval-every 4 --save-every 4 --samples 0 --probe 8 --probe-every 2 --gate on --gate-open 0.01 "
+    "--gate-close 0 --gan-ramp 6 --replay 3 --noisy-term --no-gradient-checkpointing --decay-epochs 0.25"
+).split()
+
+
+def job(run, pairs) -> list[str]:
+    return ["--ds", str(support.ROOT / "ds_configs/zero2.json"), "--data", str(pairs), *JOB, "--out", str(run)]
+
+
+def run_ranks(run, pairs):
+    return support.run_recipe(*job(run, pairs), recipe="cmgan")
+
+
+@pytest.fixture(scope="module")
+def whole(pairs, tmp_path_factory):
+    """The same run, never interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    return run
+
+
+def assert_same_run(run, whole) -> None:
+    timed = {"step_s", "data_wait_s", "tokens_per_s", "rss_gb", "pesq_wait_s", "stall_s", "path", "checkpoint"}
+    history = [
+        [{k: v for k, v in r.items() if k not in timed} for r in support.metrics(folder) if kept(r)]
+        for folder in (run, whole)
+    ]
+    assert history[0] == history[1]
+    for name in ("generator", "discriminator"):
+        mine, expected = (load_file(folder / "export" / f"{name}.safetensors") for folder in (run, whole))
+        assert set(mine) == set(expected) and all(torch.equal(mine[key], expected[key]) for key in expected)
+    final = [folder / "checkpoints" / "step-00000012" for folder in (run, whole)]
+    checkpoint.allow_list()
+    for name in ("g", "d"):
+        mine, expected = (
+            torch.load(path / name / "mp_rank_00_model_states.pt", weights_only=True)["module"] for path in final
+        )
+        assert all(torch.equal(mine[key], expected[key]) for key in expected)
+    extras = [json.loads((path / "trainer_state.json").read_text())["extra"] for path in final]
+    assert extras[0] == extras[1] and extras[0]["gate"]["level"] > 0 and extras[0]["labels"] == 24
+    stores = [torch.load(path / "rank-00001.pt", weights_only=True)["store"] for path in final]
+    assert len(stores[0]) == 3 and all(
+        torch.equal(a["made"], b["made"]) and a["step"] == b["step"] for a, b in zip(*stores, strict=True)
+    )
+
+
+def kept(record) -> bool:
+    return record.get("event") in (None, "eval", "alarm", "gate", "done")
+
+
+def start(run, pairs):
+    return support.start_ranks(support.ROOT / "finetune" / "cmgan.py", job(run, pairs))
+
+
+def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    ranks = start(run, pairs)
+    support.wait_for_step(run, 6)
+    wait_for_checkpoint(run, 4)
+    assert len(processes_of(run)) >= 4  # two ranks, each with a scorer
+    kill_all(ranks, run)
+    outputs = kill_all_while_saving(start(run, pairs), run, 8)
+    assert f"going on after step 4 from {run}/checkpoints/step-00000004" in outputs[0]
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    assert re.search("going on after step [48]", outputs[0])
+    assert_same_run(run, whole)
+
+
+def test_sigterm_to_one_rank_saves_both_networks_and_resumes(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    ranks = start(run, pairs)
+    support.wait_for_step(run, 5)
+    ranks[1].send_signal(signal.SIGTERM)
+    codes, outputs = support.finish(ranks, timeout=60)
+    assert codes == [75, 75], outputs[0][-3000:]
+    assert_no_orphans(run)
+    (stopped,) = [r["step"] for r in support.metrics(run) if r.get("event") == "preempted"]
+    assert 5 <= stopped < 12 and {"g", "d"} <= {
+        path.name for path in (run / "checkpoints" / f"step-{stopped:08d}").iterdir()
+    }
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    assert f"going on after step {stopped}" in outputs[0]
+    assert_same_run(run, whole)
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_the_last_whole_checkpoint(whole, tmp_path):
+    assert_half_a_save_is_never_chosen(whole, tmp_path)
+
+
+def test_another_setting_of_the_networks_is_refused(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    words = job(run, pairs)
+    words[words.index("--disc-channels") + 1] = "4"
+    codes, outputs = support.finish(support.start_ranks(support.ROOT / "finetune" / "cmgan.py", words, world=1))
+    assert codes == [2] and "of another run" in outputs[0] and "disc_channels: 2 then, 4 now" in outputs[0]

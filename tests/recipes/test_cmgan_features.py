@@ -1,0 +1,351 @@
+"""What the flags of the CMGAN recipe do, each shown on a short run of one rank in this process."""
+
+import contextlib
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from test_cmgan import SMALL, stage_file
+
+import cmgan
+from common import engine
+from common.config import UserError, parse_args
+from common.ds_config import resolve_ds
+from common.pairs import PairDataset
+from common.runs import Run
+from common.runtime import start_ranks
+from common.scorer import Scorer
+from helpers import support
+from models.cmgan import enhance as cmgan_enhance
+from models.cmgan import evaluate as cmgan_evaluate
+from models.cmgan import labels as cmgan_labels
+from models.cmgan import signal as cmgan_signal
+from models.cmgan.diagnose import Findings, check_history, diagnose, take_from_run
+from models.cmgan.network import TSCNet
+
+TINY = {**SMALL, "channels": 4, "disc_channels": 2, "accumulation": 1, "steps": 2, "warmup": 0.0}
+TINY |= {"hold_out": ["dov"], "eval_files": 2}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return start_ranks()
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    scorer = Scorer(1)
+    yield scorer
+    scorer.close()
+
+
+@pytest.fixture
+def trained(pairs, ranks, scorer, tmp_path):
+    """Trains a good configuration with these changes; returns the engines and the run folder."""
+
+    def run(**changes):
+        folder = Path(changes.pop("out", tmp_path / "run"))
+        config = cmgan.Config(**{**TINY, "data": str(pairs), "out": str(folder), **changes})
+        return cmgan.train(config, ranks, resolve_ds(config.ds, config, 1), scorer), folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(pairs, ranks, scorer, tmp_path_factory):
+    """A run with everything on that a user would look at."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    config = cmgan.Config(
+        **{**TINY, "data": str(pairs), "out": str(folder), "samples": 1, "ema": 0.9, "test_data": str(pairs)}
+        | {"steps": 3, "eval_every": 1, "save_every": 2}
+    )
+    test_only = support.write_pairs(folder.parent / "test", [row(PairDataset(str(pairs), 16000), i) for i in range(2)])
+    config.test_data = str(test_only)
+    cmgan.train(config, ranks, resolve_ds(config.ds, config, 1), scorer)
+    return folder
+
+
+def row(data, i) -> dict:
+    return {"id": data.id(i), "noisy": data.noisy(i), "clean": data.clean(i)}
+
+
+def weights(engines, name) -> dict:
+    return {key: value.clone() for key, value in engines[name].module.model.state_dict().items()}
+
+
+# ---- the step ------------------------------------------------------------------------------------------------------
+
+
+def test_mutation_an_unfrozen_discriminator_learns_something_else(trained, tmp_path, monkeypatch):
+    """Left unfrozen, the generator's backward leaves its gradient in the discriminator's next step.
+
+    With ZeRO-0 nothing says so; ZeRO-2 refuses a second gradient.
+    """
+    options = {"steps": 1, "hold_out": [], "ds": stage_file(tmp_path, 0)}
+    honest, _ = trained(**options)
+    again, _ = trained(**options, out=tmp_path / "again")
+    monkeypatch.setattr(engine, "frozen", lambda model: contextlib.nullcontext())
+    leaking, _ = trained(**options, out=tmp_path / "leaking")
+    first, same, other = (weights(engines, "d") for engines in (honest, again, leaking))
+    assert all(torch.equal(first[key], same[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+    left, right = weights(honest, "g"), weights(leaking, "g")
+    assert all(torch.equal(left[key], right[key]) for key in left)
+    with pytest.raises(AssertionError, match="Gradient computed twice"):
+        trained(steps=1, hold_out=[], out=tmp_path / "zero2")
+
+
+def test_a_loss_with_another_target_does_not_even_start(trained, monkeypatch):
+    right = cmgan_signal.reconstruction
+    monkeypatch.setattr(cmgan_signal, "reconstruction", lambda est: right(est) + 0.5)
+    with pytest.raises(UserError, match="a perfect estimate does not score 0"):
+        trained()
+
+
+def test_both_networks_move_once_a_step_and_crops_of_one_sound_train(trained):
+    engines, run = trained(micro_batch=1, steps=2)
+    assert [engines[name].global_steps for name in ("g", "d")] == [2, 2]
+    assert all(math.isfinite(r["loss"]) and r["grad_norm_d"] > 0 for r in support.step_records(run))
+
+
+def test_too_many_missing_labels_end_the_run_and_name_the_reason(trained, tmp_path, monkeypatch):
+    rows = [{"id": f"a_{i}", "noisy": noise(i), "clean": np.zeros(9000, np.int16)} for i in range(4)]
+    data = support.write_pairs(tmp_path / "silent", rows)
+    monkeypatch.setattr(cmgan_labels, "ENOUGH", 4)
+    with pytest.raises(UserError, match=r"4 of the last 4 sounds have no PESQ \(\{'NoUtterancesError': 4\}"):
+        trained(data=str(data), hold_out=[], steps=9, micro_batch=2)
+
+
+def test_labels_that_begin_to_miss_are_not_hidden_by_a_good_past(ranks):
+    """Each evaluation with enough labels starts to count anew."""
+    run = Run.__new__(Run)
+    run.config, run.ranks, run.pending, run.tracker = cmgan.Config(), ranks, None, Silent()
+    extra = {"labels": 0, "missing": 0, "reasons": {}}
+    for step in range(200):
+        cmgan_labels.count_missing(extra, [], 0, 4, step, run)
+    cmgan_labels.start_counting_anew(extra)
+    with pytest.raises(UserError, match="100 of the last 100 sounds"):
+        for step in range(50):
+            cmgan_labels.count_missing(extra, ["a: NoUtterancesError"] * 4, 4, 4, step, run)
+
+
+class Silent:
+    def event(self, *_, **__) -> None:
+        pass
+
+
+def noise(seed) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-500, 500, 9000, dtype=np.int16)
+
+
+def test_memorising_one_pair_the_ear_follows_the_loss(trained, tmp_path, pairs):
+    data = PairDataset(str(pairs), 16000)
+    clean = data.clean(0)[2000:10000].astype(np.float64)
+    hiss = np.random.default_rng(0).normal(size=8000)
+    hiss *= np.sqrt((clean**2).mean() / (hiss**2).mean()) * 10 ** (-14 / 20)
+    pair = {"id": "x_0", "noisy": np.round(clean + hiss).astype(np.int16), "clean": clean.astype(np.int16)}
+    train = support.write_pairs(tmp_path / "train", [pair])
+    judge = support.write_pairs(tmp_path / "judge", [pair | {"id": "y_0"}])
+    _, run = trained(
+        data=str(train), eval_data=str(judge), hold_out=[], eval_files=0, channels=8, disc_channels=4, steps=MEMORISE,
+        micro_batch=1, lr=5e-3, decay_epochs=MEMORISE / 3, eval_every=MEMORISE // 4, probe=8,
+    )  # fmt: skip
+    evals = [record for record in support.metrics(run) if record.get("event") == "eval"]
+    losses, scores = ([record[name] for record in evals] for name in ("loss", "pesq"))
+    assert evals[-1]["si_sdr"] > 20, evals[-1]["si_sdr"]
+    # Once the pair is known (measured: PESQ 1.0, 2.8, 3.1 at the first three) the adversarial term moves both a little.
+    assert losses[0] > losses[1] > losses[2] and scores[0] < scores[1] < scores[2]
+    assert losses[-1] < losses[0] / 5 and scores[-1] > 2
+    assert abs(evals[-1]["gain"] - 1) < 0.1
+    assert not [r for r in support.metrics(run) if "PESQ fell" in r.get("message", "")]
+
+
+MEMORISE = 80
+
+
+# ---- starting from published weights -------------------------------------------------------------------------------
+
+
+def test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back(trained, tmp_path):
+    torch.manual_seed(5)
+    published = TSCNet(4)
+    torch.save({f"module.{name}": value for name, value in published.state_dict().items()}, tmp_path / "ckpt")
+    options = {"model": str(tmp_path / "ckpt"), "steps": 4, "probe_every": 2, "gan_ramp": 4}
+    engines, run = trained(**options, gate_open=1.0)
+    records = support.step_records(run)
+    assert [r["gan_level"] for r in records] == [0, 0, 0, 0] and all(r["loss_gan"] == 0 for r in records)
+    assert engines["d"].global_steps == 4  # it learns all the while
+    moved = weights(engines, "g")["mask_decoder.prelu_out.weight"] - published.mask_decoder.prelu_out.weight
+    assert 0 < float(moved.abs().max()) <= 4.1 * SMALL["lr"]
+    _, run = trained(**options, gate_open=-1.0, gate_close=-1.0, out=tmp_path / "open")
+    assert [r["gan_level"] for r in support.step_records(run)] == [0, 0, 0, 0.25]
+    (event,) = [r for r in support.metrics(run) if r.get("event") == "gate"]
+    assert event["step"] == 2 and "the GAN term comes in" in event["message"]
+
+
+def test_an_export_goes_on_with_its_own_discriminator(trained, finished):
+    engines, run = trained(model=str(finished / "export"), steps=1, gate="off")
+    assert support.step_records(run)[0]["gan_level"] == 1.0
+    assert engines["d"].module.model.channels == 2
+    with pytest.raises(UserError, match="--gate needs held-out sounds"):
+        trained(model=str(finished / "export"), hold_out=[], out=run.parent / "other")
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_mutation_a_random_eval_crop_is_seen(pairs, ranks, scorer, monkeypatch):
+    """Whole files give the same numbers every time; a random crop of them does not."""
+    torch.manual_seed(0)
+    nets = TSCNet(4), cmgan.Discriminator(2)
+    data = PairDataset(str(pairs), 16000)
+    options = (data, data.rows_starting(["dov"])[:2], [0.1, 0.9, 0.2, 0.05], 10**6, scorer, ranks)
+    first, second = (cmgan_evaluate.measure_files(*nets, *options) for _ in range(2))
+    assert first == second and [r["samples"] for r in first] == [int(data.samples[i]) for i in options[1]]
+    whole = cmgan_evaluate.sounds
+
+    def cropped(pairs, row):
+        start = np.random.randint(0, 2000)
+        return tuple(side[start : start + 8000] for side in whole(pairs, row))
+
+    monkeypatch.setattr(cmgan_evaluate, "sounds", cropped)
+    third, fourth = (cmgan_evaluate.measure_files(*nets, *options) for _ in range(2))
+    assert third != fourth and first != third
+
+
+def test_the_best_by_pesq_is_exported_and_the_test_set_chooses_nothing(finished):
+    records = support.metrics(finished)
+    evals = [record for record in records if record.get("event") == "eval" and record["step"]]
+    best = max(evals, key=lambda record: record["pesq"])
+    facts = json.loads((finished / "export" / "config.json").read_text())
+    assert facts["step"] == best["step"] and facts["pesq"] == pytest.approx(best["pesq"])
+    (test,) = [record for record in records if record.get("event") == "test"]
+    assert {"pesq", "csig", "cbak", "covl", "ssnr", "stoi"} <= set(test)
+    assert len((finished / "evaluations" / "test.csv").read_text().splitlines()) == 3
+    index = json.loads((finished / "checkpoints" / "index.json").read_text())["checkpoints"]
+    scored = [entry["score"] for entry in index if entry["score"] is not None]
+    assert scored and all(any(-s == pytest.approx(e["pesq"]) for e in evals) for s in scored)
+    assert (finished / "samples" / "noisy" / "file-0000.wav").exists()
+    page = (finished / "report.html").read_text()
+    assert page.count("<audio") == 3 and "class=warn" in page  # this one knows its level is wrong
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def ask(finished, ranks, scorer, place, **changes):
+    config = cmgan.Config(diagnose=str(place), seconds=0.5, probe=8, eval_files=2, **changes)
+    return diagnose(config, ranks, scorer)
+
+
+def test_the_doctor_checks_a_run_and_says_what_it_measured(finished, ranks, scorer, capsys):
+    with contextlib.suppress(UserError):  # a model of three steps has a gain far from 1
+        ask(finished, ranks, scorer, finished)
+    lines = capsys.readouterr().out.splitlines()
+    named = {line.split(":")[0].split("  ")[-1]: line for line in lines if line[:4] in ("PASS", "WARN", "FAIL")}
+    wanted = {"weights", "finite", "perfect estimate", "lengths", "PESQ labels", "PESQ speed", "gain", "pesq", "memory"}
+    assert wanted | {"discriminator knows PESQ", "gradient shares", "loss and PESQ agree"} <= set(named)
+    assert named["perfect estimate"].startswith("PASS") and "0.0% of 50 crops" in named["PESQ labels"]
+
+
+def test_the_doctor_checks_a_run_as_it_was_trained(finished, tmp_path):
+    """Not with the flags of the embedded demo, which a command without --model and --data would otherwise take."""
+    config = parse_args(cmgan.Config, "", ["--diagnose", str(finished)], demo=cmgan.DEMO)
+    assert (config.seconds, config.probe, config.gradient_checkpointing) == (2.0, 64, True)
+    used = json.loads((finished / "config.json").read_text())["config"]
+    path, held_out = take_from_run(config)
+    assert (config.seconds, config.probe) == (used["seconds"], used["probe"]) == (TINY["seconds"], TINY["probe"])
+    assert (path, held_out) == (used["data"], ["dov"])
+    with open(finished / "metrics.jsonl", "a") as record:
+        record.write('{"event": "ev')  # a killed run
+    found = Findings()
+    check_history(found, finished)
+    assert not found.failed
+
+
+@pytest.mark.parametrize("place", ["checkpoints/step-00000002", "export", "export/generator.pt"])
+def test_the_doctor_takes_checkpoints_exports_and_bare_files(finished, pairs, ranks, scorer, place, capsys):
+    with contextlib.suppress(UserError):
+        ask(finished, ranks, scorer, finished / place, eval_data=str(pairs))
+    printed = capsys.readouterr().out
+    assert "PASS  weights" in printed and ("no discriminator in it" in printed) == place.endswith(".pt")
+
+
+def test_the_doctor_fails_the_scale_bug_with_its_number(finished, ranks, scorer, monkeypatch, capsys):
+    right = cmgan_signal.reconstruction
+
+    def wrong(est):
+        own_level = est.pair.clean / est.pair.scale[:, None]
+        return torch.cat([right(est)[:2], (est.wave - own_level).abs().mean(1)[None]])
+
+    monkeypatch.setattr(cmgan_signal, "reconstruction", wrong)
+    with pytest.raises(UserError, match=r"checks failed: .*perfect estimate"):
+        ask(finished, ranks, scorer, finished)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "perfect estimate" in line]
+    assert line.startswith("FAIL") and float(line.split("time ")[1].split(" ")[0]) > 0.3
+
+
+# ---- use -------------------------------------------------------------------------------------------------------------
+
+
+def test_enhance_writes_what_the_model_hears(finished, pairs, tmp_path):
+    data = PairDataset(str(pairs), 16000)
+    noisy = data.noisy(0).astype(np.float32) / 32768
+    (tmp_path / "in").mkdir()
+    soundfile.write(tmp_path / "in" / "a.wav", noisy, 16000)
+    config = cmgan.Config(enhance=str(tmp_path / "in"), model=str(finished / "export"), out=str(tmp_path / "out"))
+    cmgan_enhance.main(config)
+    found, _ = soundfile.read(tmp_path / "out" / "a.wav", dtype="float32")
+    model, _ = cmgan.cmgan_files.load_networks(str(finished / "export"))
+    assert np.abs(found - cmgan_enhance.enhance(model.eval(), noisy, 10**6, "cpu")).max() < 1e-4
+    with pytest.raises(UserError, match="--enhance needs --model and --out"):
+        cmgan_enhance.main(cmgan.Config(enhance=str(tmp_path / "in")))
+
+
+def test_dry_run_prints_sizes_memory_and_the_schedule_and_writes_nothing(trained, capsys):
+    _, run = trained(dry_run=True, steps=48, decay_epochs=0.5, warmup=4.0)
+    printed = capsys.readouterr().out
+    for part in ("parameters", "trained", "dry run: one step", "peak memory", "applied True"):
+        assert part in printed
+    rates = [line for line in printed.splitlines() if line.startswith("learning rate at step")]
+    assert [line.split(":")[0].split()[-1] for line in rates] == ["1", "4", "25", "48"]
+    assert rates[2].endswith(f"{SMALL['lr'] / 2:.3g} and {SMALL['lr']:.3g}") and not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ds": "ds_configs/zero3.json"}, "ZeRO-3"),
+        ({"channels": 6}, "multiple of 4"),
+        ({"data": "", "model": "x"}, "--model without --data"),
+        ({"model": "nowhere"}, "neither a checkpoint file nor a folder"),
+        ({"hold_out": ["nobody"]}, "no id in"),
+        ({"test_data": "nowhere"}, "nowhere"),
+        ({"test_data": "nowhere", "export": False}, "not with --no-export"),
+        ({"gate_open": 0.5}, "--gate-close 0.6 is above --gate-open 0.5"),
+    ],
+)
+def test_mistakes_are_one_sentence(trained, changes, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        trained(**changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.distributed
+def test_launch_sh_runs_the_embedded_demo(tmp_path):
+    venv = str(Path(support.PYTHON).parent.parent)
+    words = "--steps 2 --eval-every 0 --eval-files 2 --probe 8 --seconds 0.5 --samples 1".split()
+    done = subprocess.run(
+        [support.ROOT / "launch.sh", "cmgan", *words, "--out", tmp_path / "run"],
+        env=support.environment(AUDIO_FINETUNE_ENV=venv),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "embedded demo" in done.stdout and (tmp_path / "run" / "export" / "generator.safetensors").exists()

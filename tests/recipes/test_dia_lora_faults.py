@@ -1,0 +1,226 @@
+"""Kill it, stop it, start it again: the result is the uninterrupted run's, bit for bit."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint
+from helpers import faults, support
+
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
+# Dropout, average and evaluation are on: each of them is state that a resume could lose.
+JOB = (
+    "--lora-groups attn --lora-rank 4 --lora-dropout 0.1 --precision fp32 --lr 3e-3 --warmup 2 --steps 40 "
+    "--micro-tokens 400 --ema 0.9 --samples 0 --eval-every 10 --save-every 10"
+).split()
+
+
+def job(run, ds="ds_configs/zero2.json") -> list[str]:
+    return ["--ds", str(support.ROOT / ds), *JOB, "--out", str(run)]
+
+
+@pytest.fixture(scope="module")
+def whole(demo, tmp_path_factory):
+    """The same run, never interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    codes, outputs = support.run_recipe(*job(run))
+    assert codes == [0, 0], outputs[0][-3000:]
+    return run
+
+
+def assert_same_run(run, whole, artifact="adapter_model.safetensors") -> None:
+    fields = ("step", "event", "epoch", "loss", "lr", "grad_norm", "tokens", "text_gap", "eos_loss")
+    history = [
+        [
+            {k: r[k] for k in fields if k in r}
+            for r in support.metrics(folder)
+            if r.get("event") in (None, "eval", "done")
+        ]
+        for folder in (run, whole)
+    ]
+    assert history[0] == history[1]
+    mine, expected = (load_file(folder / "export" / artifact) for folder in (run, whole))
+    assert set(mine) == set(expected)
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def deepspeed(run) -> subprocess.Popen:
+    return subprocess.Popen(
+        ["deepspeed", "--num_accelerators", "2", "--master_port", support.free_port()]
+        + [str(support.ROOT / "finetune" / "dia_lora.py"), *job(run)],
+        env=support.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def launch_sh(words) -> subprocess.Popen:
+    return subprocess.Popen(
+        # Started in the background, a shell ignores SIGINT and so would everything below it.
+        ["env", "--default-signal=INT", support.ROOT / "launch.sh", "dia_lora", *words],
+        env=support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON)))),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
+    run = tmp_path / "run"
+    started = deepspeed(run)
+    support.wait_for_step(run, 14)
+    faults.wait_for_checkpoint(run, 10)
+    killed = time.time()
+    os.kill(faults.job_processes(run)["rank 1"], signal.SIGKILL)
+    output, _ = started.communicate(timeout=60)
+    assert started.returncode != 0, output[-2000:]
+    assert time.time() - killed < 15
+    faults.assert_no_orphans(run)
+    codes, outputs = support.run_recipe(*job(run))
+    assert codes == [0, 0], outputs[0][-3000:]
+    assert f"going on after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
+    assert_same_run(run, whole)
+
+
+def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tmp_path):
+    """Each stops all ranks at the same step with a checkpoint of it, code 75 and no process left; the next start goes
+    on from there. DeepSpeed's own runner and launcher die of most of them without a word to the ranks."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    words = "--steps 160 --save-every 40 --eval-every 80".split()
+    codes, outputs = support.run_recipe(*job(whole), *words)
+    assert codes == [0, 0], outputs[0][-3000:]
+    stopped = 0
+    for target in ("launch.sh", "runner", "launcher", "rank 0", "rank 1"):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            if target == "rank 0" and number != signal.SIGINT:
+                continue  # as rank 1
+            started = launch_sh([*job(run), *words])
+            support.wait_for_step(run, stopped + 1)
+            pid = {"launch.sh": started.pid, **faults.job_processes(run)}[target]
+            os.kill(pid, number)
+            if target == "launch.sh":
+                time.sleep(0.1)
+                os.kill(pid, number)  # an impatient user
+            output, _ = started.communicate(timeout=90)
+            assert started.returncode == 75, f"{target} {number!r}:\n{output[-3000:]}"
+            faults.assert_no_orphans(run)
+            last = support.metrics(run)[-1]
+            assert last["event"] == "preempted" and last["step"] > stopped, f"{target} {number!r}: {last}"
+            stopped = last["step"]
+            assert checkpoint.read_index(run / "checkpoints")[-1]["step"] == stopped
+    codes, outputs = support.run_recipe(*job(run), *words)
+    assert codes == [0, 0] and f"going on after step {stopped}" in outputs[0], outputs[0][-3000:]
+    assert_same_run(run, whole)
+
+
+def test_a_killed_launch_sh_leaves_no_job_and_a_second_run_in_the_folder_is_refused(demo, tmp_path):
+    run = tmp_path / "run"
+    words = [*job(run), "--steps", "5000", "--save-every", "5000", "--eval-every", "0"]
+    started = launch_sh(words)
+    support.wait_for_step(run, 2)
+    codes, [output] = support.run_recipe(*words, world=1)
+    assert codes == [2] and f"--out {run} is being written to by a run that has not ended" in output
+    os.kill(started.pid, signal.SIGKILL)
+    faults.assert_no_orphans(run)
+    last = support.metrics(run)[-1]
+    assert last["event"] == "preempted" and last["step"] > 2
+    assert checkpoint.read_index(run / "checkpoints")[-1]["step"] == last["step"]
+
+
+def test_a_closed_terminal_stops_the_run_in_order(demo, tmp_path):
+    """SIGHUP, and nothing can be printed any more."""
+    run = tmp_path / "run"
+    master, terminal = os.openpty()
+    environment = support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON))))
+    started = subprocess.Popen(
+        # Below nohup it would be deaf to it.
+        ["env", "--default-signal=HUP", support.ROOT / "launch.sh", "dia_lora", *job(run), "--steps", "5000"]
+        + ["--save-every", "5000"],
+        env=environment,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    threading.Thread(target=drain, args=(master,), daemon=True).start()
+    support.wait_for_step(run, 2)
+    os.close(master)
+    started.send_signal(signal.SIGHUP)
+    assert started.wait(timeout=90) == 75
+    faults.assert_no_orphans(run)
+    assert support.metrics(run)[-1]["event"] == "preempted"
+
+
+def drain(master: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(master, 4096):
+            pass
+
+
+def test_a_stalled_rank_ends_the_job_with_the_stacks_of_all(demo, tmp_path):
+    run = tmp_path / "run"
+    ranks = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", [*job(run), "--hang-timeout", "20"])
+    support.wait_for_step(run, 3)
+    ranks[1].send_signal(signal.SIGSTOP)
+    stalled = time.time()
+    output, _ = ranks[0].communicate(timeout=90)
+    assert time.time() - stalled < 45
+    ranks[1].send_signal(signal.SIGCONT)
+    late, _ = ranks[1].communicate(timeout=30)
+    for rank, text in zip(ranks, (output, late), strict=True):
+        assert rank.returncode == 1
+        assert "Timeout (0:00:20)!" in text and re.search(r'File ".*/dia_lora.py", line \d+ in train', text), text[
+            -2000:
+        ]
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
+    """2 ranks -> 1 rank with twice the accumulation -> 2 ranks."""
+    run = tmp_path / "run"
+    ranks = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", job(run))
+    faults.wait_for_checkpoint(run, 10)
+    for rank in ranks:
+        rank.kill()
+    support.finish(ranks)
+    [alone] = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", [*job(run), "--accumulation", "2"], 1)
+    faults.wait_for_checkpoint(run, 20)
+    alone.terminate()
+    _, [output] = support.finish([alone])
+    assert "ranks: 2 then, 1 now" in output and alone.returncode == 75, output[-3000:]
+    codes, outputs = support.run_recipe(*job(run))
+    assert codes == [0, 0] and "ranks: 1 then, 2 now" in outputs[0], outputs[0][-3000:]
+    mine, expected = ([r["loss"] for r in support.step_records(folder)] for folder in (run, whole))
+    assert np.allclose(mine, expected, atol=1e-5)
+    mine, expected = (load_file(folder / "export" / "adapter_model.safetensors") for folder in (run, whole))
+    assert all(torch.allclose(mine[name], expected[name], atol=1e-5) for name in expected)
+
+
+def test_secrets_are_nowhere_in_what_a_run_leaves(demo, tmp_path):
+    """In the environment and, by a user's mistake, in a path; a mistake is reported without it as well."""
+    secret = "hf_" + "Zq7" * 9
+    (tmp_path / secret).mkdir()
+    (tmp_path / secret / "tags.json").write_text("{}")
+    words = [*job(tmp_path / "run"), "--steps", "2", "--save-every", "1", "--tag-map"]
+    os.environ["HF_TOKEN"] = secret
+    try:
+        codes, [output] = support.run_recipe(*words, tmp_path / secret / "tags.json", world=1)
+        assert codes == [0], output[-3000:]
+        again, [error] = support.run_recipe(*words, tmp_path / secret / "none.json", world=1)
+        assert again == [2] and "<HF_TOKEN>/none.json" in error
+    finally:
+        del os.environ["HF_TOKEN"]
+    assert secret not in output + error
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    assert b"<HF_TOKEN>/tags.json" in (tmp_path / "run" / "config.json").read_bytes()

@@ -1,0 +1,318 @@
+"""The Diffusion Buffer recipe with two real ranks, compared with plain PyTorch in one process."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+
+import diffusion_buffer as recipe
+from common.pairs import PairDataset
+from common.plan import Plan
+from helpers import support
+from models.diffusion_buffer import signal
+from models.diffusion_buffer.data import Windows, buffer_size
+from models.diffusion_buffer.enhance import enhance
+from models.diffusion_buffer.weights import load_network
+
+pytestmark = pytest.mark.distributed
+
+# At this rate float noise stays under 1e-6 in all weights: Adam divides it by gradients that start near 1e-10.
+SMALL = {
+    "width": 8,
+    "n_fft": 126,
+    "hop": 64,
+    "frames": 16,
+    "buffer": 4,
+    "context_noise": 0.5,
+    "micro_batch": 2,
+    "accumulation": 2,
+    "steps": 4,
+    "lr": 2e-5,
+    "warmup": 2.0,
+    "ema": 0.9,
+    "precision": "fp32",
+    "samples": 0,
+    "eval_every": 0,
+    "save_every": 0,
+    "best_by": "si_sdr",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Seven short pairs of speech-like sound and noise, the last to be held out."""
+    from models.diffusion_buffer.diagnose import pair
+
+    rows = []
+    for number in range(7):
+        noisy, clean = pair(0.65 - 0.04 * number, 3.0 + number)
+        name = f"held_{number}" if number == 6 else f"clip_{number}"
+        rows.append({"id": name, "noisy": int16(noisy), "clean": int16(clean)})
+    return support.write_pairs(tmp_path_factory.mktemp("data") / "pairs", rows)
+
+
+def int16(wave):
+    return (np.clip(wave, -1, 1) * 32767).astype(np.int16)
+
+
+def stage_file(folder, stage: int) -> str:
+    path = folder / f"zero{stage}.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """All two-rank runs of this file, trained by one pair of processes; name -> run folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    zero2 = {"ds": "ds_configs/zero2.json"}
+    evaluated = {**zero2, "hold_out": ["held"], "eval_files": 1}
+    bf16 = {**zero2, "precision": "bf16", "steps": 3}
+    jobs = {
+        "zero0": {"config": {"ds": stage_file(folder, 0)}},
+        "zero1": {"config": {"ds": stage_file(folder, 1)}},
+        "zero2": {"config": evaluated | {"samples": 1}},
+        "split": {"config": {**evaluated, "micro_batch": 4, "accumulation": 1}},
+        "safe": {"config": {**evaluated, "safe": True, "precision": "bf16"}},
+        "dsm": {"config": {**zero2, "loss": "dsm", "steps": 2}},
+        "causal": {"config": {**zero2, "network": "block_causal", "block": 16, "steps": 2}},
+        "bf16": {"config": bf16},
+        "inf": {"config": bf16, "inf": True},
+        "nan": {"config": {**zero2, "micro_batch": 1, "accumulation": 1}, "nan": "clip_2"},
+        "oom": {"config": {**evaluated, "micro_batch": 4, "accumulation": 1}, "fits": 2},
+        "drawn": {"config": {**zero2, "buffer": 7, "buffer_low": 4, "context_noise": 0.0}},
+        "overfit": {"config": {**zero2, "overfit": "clip_3", "steps": 3}},
+        "again": {"config": {**zero2, "overfit": "clip_3", "steps": 3}},
+        "plateau": {
+            "config": {**evaluated, "steps": 8, "schedule": "plateau", "patience": 2, "eval_every": 1},
+            "scores": [3.0, 2.0, 2.5, 2.0, 1.0, 1.5, None, 0.5],
+        },
+        "dry": {"config": {**zero2, "dry_run": True}},
+    }
+    listed = []
+    for name, job in jobs.items():
+        config = {**SMALL, "data": str(data), "out": str(folder / name), **job["config"]}
+        if name in ("zero0", "zero1", "drawn"):
+            config["hold_out"], config["eval_files"] = ["held"], 1
+        listed.append(job | {"config": config})
+    (folder / "dry").mkdir()
+    (folder / "jobs.json").write_text(json.dumps(listed))
+    script = support.ROOT / "tests" / "helpers" / "run_many_diffusion_buffer.py"
+    codes, outputs = support.finish(support.start_ranks(script, [folder / "jobs.json"]), timeout=1800)
+    assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
+    (folder / "output.txt").write_text(outputs[0])
+    return folder
+
+
+def network_of(run, rank=0) -> dict[str, torch.Tensor]:
+    return torch.load(run / f"network-{rank}.pt", weights_only=True)
+
+
+# ---- equality with one process ---------------------------------------------------------------------------------
+
+
+def spectrum(wave, n_fft, hop):
+    bins = torch.stft(wave, n_fft, hop, window=torch.hann_window(n_fft), center=False, return_complex=True)
+    return 0.15 * bins.abs().clamp(min=1e-20) ** -0.5 * bins
+
+
+def dp_loss(network, batch):
+    """|x0 - S|^2 summed over the last frames of 16, written out."""
+    clean, noisy = (spectrum(batch[side], 126, 64) for side in ("clean", "noisy"))
+    t, z, first = batch["t"][:, None], batch["z"], 16 - batch["t"].shape[1]
+    buffer = (1 - t) * clean[..., first:] + t * noisy[..., first:] + batch["sigma"][:, None] * z
+    context = clean[..., :first]
+    if "mix" in batch:
+        context = context + batch["mix"][:, None, None] * (noisy - clean)[..., :first] + batch["dirt"]
+    x = torch.cat([context, buffer], dim=-1)
+    times = torch.cat([torch.zeros(len(x), first), batch["t"]], dim=1)
+    out = network(x, noisy, network.embed(times), torch.ones(1, 16))[..., first:]
+    return (out - clean[..., first:]).abs().square().sum()
+
+
+@pytest.fixture(scope="module")
+def plain(data):
+    return train_plainly(data)
+
+
+def train_plainly(data, sizes=(4, 4, 4, 4), **changes):
+    """The same training in one process with torch's own AdamW: weights, their average, losses, norms. `sizes`: of the
+    buffer, a step."""
+    config = recipe.Config(**(SMALL | changes), data=str(data))
+    spec = signal.spec_of(config)
+    network = recipe.build_model(config, {"zero_optimization": {"stage": 0}}, spec)
+    pairs = PairDataset(str(data), 16000)
+    windows = Windows(pairs, np.arange(6), spec, config)
+    plan = Plan(np.ones(6, dtype=np.int64), 1, config.seed)
+    weights = [p for p in network.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    averaged, losses, norms = [p.detach().clone() for p in weights], [], []
+    for step in range(4):
+        chosen = [plan.micro_batch(number) for number in range(8 * step, 8 * step + 8)]
+        batch = windows.batch([(epoch, int(clip[0])) for epoch, clip in chosen], sizes[step])
+        loss = dp_loss(network, batch) / (8 * 64 * sizes[step])
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(weights, 1.0)))
+        rate = 2e-5 * (step + 1) / 2 if step < 2 else 2e-5 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2))))
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        decay = min(0.9, (1 + step) / (10 + step))
+        for mean, p in zip(averaged, weights, strict=True):
+            mean.mul_(decay).add_(p.detach(), alpha=1 - decay)
+        losses.append(float(loss.detach()))
+    names = [name for name, p in network.named_parameters() if p.requires_grad]
+    return network.state_dict(), dict(zip(names, averaged, strict=True)), losses, norms
+
+
+def worst(found, expected) -> float:
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+@pytest.mark.parametrize("run", ["zero0", "zero1", "zero2", "split", "safe", "oom"])
+def test_two_ranks_equal_one_process_however_the_crops_are_split(runs, plain, run):
+    weights, averaged, losses, norms = plain
+    for rank in (0, 1):
+        found = network_of(runs / run, rank)
+        assert set(found) == set(weights) and worst(found, weights) <= 1e-6
+    assert worst(load_file(runs / run / "export" / "model.safetensors"), averaged) <= 1e-6
+    records = support.step_records(runs / run)
+    assert [record["loss"] for record in records] == pytest.approx(losses, abs=1e-6)
+    assert [record["grad_norm"] for record in records] == pytest.approx(norms, rel=1e-4)
+    start = recipe.build_model(recipe.Config(**SMALL), {"zero_optimization": {"stage": 0}}, signal.Spec(width=8))
+    assert worst(start.state_dict(), weights) > 2e-5  # more than a step's rate: it has moved
+
+
+def test_buffers_of_drawn_sizes_are_the_same_on_all_ranks(runs, data):
+    sizes = [buffer_size(step, signal.Spec(buffer=7), recipe.Config(buffer_low=4)) for step in range(4)]
+    assert len(set(sizes)) > 1 and set(sizes) <= {4, 5, 6, 7}
+    weights, _, losses, _ = train_plainly(data, sizes, buffer=7, context_noise=0.0)
+    for rank in (0, 1):
+        assert worst(network_of(runs / "drawn", rank), weights) <= 1e-6
+    assert [record["loss"] for record in support.step_records(runs / "drawn")] == pytest.approx(losses, abs=1e-6)
+
+
+def test_a_micro_batch_that_does_not_fit_is_halved_and_said(runs):
+    (event,) = [r for r in support.metrics(runs / "oom") if r.get("event") == "out_of_memory"]
+    assert (event["micro_batch"], event["accumulation"]) == (2, 2)
+    assert (
+        "out of memory with --micro-batch 4; going on with 2 and --accumulation 2" in (runs / "output.txt").read_text()
+    )
+
+
+def test_one_clip_alone_twice_the_same_and_evaluated_on_itself(runs):
+    records = [support.step_records(runs / name) for name in ("overfit", "again")]
+    assert [r["loss"] for r in records[0]] == [r["loss"] for r in records[1]]
+    assert len({r["loss"] for r in records[0]}) == 3  # other crops and noise of it in each step
+    evals = [[r for r in support.metrics(runs / n) if r.get("event") == "eval"] for n in ("overfit", "again")]
+    assert str(evals[0]) == str(evals[1]) and len(evals[0]) == 2 and math.isfinite(evals[0][1]["si_sdr"])
+    a, b = network_of(runs / "overfit"), network_of(runs / "again", 1)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_plateau_of_the_chosen_metric_lowers_the_rate(runs):
+    """Scores 3 2 2.5 2 | 1 1.5 none | 0.5: after two that are not better, half of the rate."""
+    rates = [record["lr"] for record in support.step_records(runs / "plateau")]
+    assert rates == pytest.approx([1e-5, 2e-5, 2e-5, 2e-5, 1e-5, 1e-5, 1e-5, 5e-6])
+    assert json.loads((runs / "plateau" / "export" / "config.json").read_text())["step"] == 8
+
+
+def test_a_record_says_what_the_diffusion_did(runs):
+    for record in support.step_records(runs / "zero2"):
+        assert np.mean([record[f"loss_t{i}"] for i in (1, 2, 3, 4)]) == pytest.approx(record["loss"], rel=1e-6)
+        assert 0.02 < record["sigma_min"] < record["sigma_max"] < 0.2118
+        assert all(math.isfinite(record[name]) for name in ("out_rms", "out_max", "grad_norm", "lr"))
+        assert 0 <= record["padding"] < 1 and record["tokens"] == round(16 * 8 * (1 - record["padding"]))
+
+
+def test_the_evaluation_is_the_exported_stream(runs, data):
+    (last,) = [r for r in support.metrics(runs / "zero2") if r.get("event") == "eval" and r["step"] == 4]
+    network, spec = load_network(str(runs / "zero2" / "export"))
+    pairs = PairDataset(str(data), 16000)
+    noisy, clean = (side(6).astype(np.float32) / 32768 for side in (pairs.noisy, pairs.clean))
+    made = enhance(network.eval(), noisy, spec)
+    from common import speech_metrics as speech
+
+    assert last["si_sdr"] == pytest.approx(speech.measure(clean, made)["si_sdr"], abs=1e-4)
+    assert last["sdr"] == pytest.approx(10 * math.log10((clean**2).sum() / ((made - clean) ** 2).sum()), abs=1e-3)
+    assert {"pesq", "estoi", "lsd", "si_sdr_gain", "si_sdr_gain_5_10dB", "noisy_pesq"} <= set(last)
+    (bins,) = [r for r in support.metrics(runs / "zero2") if r.get("event") == "by_snr" and r["step"] == 4]
+    assert bins["files_5_10dB"] == 1 and bins["si_sdr_gain_5_10dB"] == last["si_sdr_gain"]
+    for name in ("pesq", "estoi", "si_sdr", "sdr", "lsd"):
+        assert bins[f"{name}_5_10dB"] == pytest.approx(last[name], abs=0, nan_ok=True)  # too short for ESTOI
+    (curve,) = [r for r in support.metrics(runs / "zero2") if r.get("event") == "latency" and r["step"] == 4]
+    assert {"si_sdr_d1", "si_sdr_d2", "si_sdr_d4", "pesq_d4"} <= set(curve)
+    assert curve["si_sdr_d4"] == last["si_sdr"]
+    assert (runs / "zero2" / "figures" / "quality-latency.png").stat().st_size > 5000
+    assert "quality-latency" in (runs / "zero2" / "report.html").read_text()
+    assert soundfile.info(runs / "zero2" / "samples" / "step-00000004" / "file-0000.wav").frames == len(clean)
+
+
+def test_other_networks_and_losses_train_too(runs):
+    for name in ("dsm", "causal", "bf16"):
+        records = support.step_records(runs / name)
+        assert len(records) >= 2 and all(math.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in records)
+    assert support.step_records(runs / "dsm")[0]["loss"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_bf16_is_only_in_the_network(runs):
+    half, full = ([r["loss"] for r in support.step_records(runs / name)] for name in ("bf16", "inf"))
+    assert half == pytest.approx(full, rel=0.05) and half != full
+    assert all(value.dtype == torch.float32 for value in network_of(runs / "bf16").values())
+
+
+def test_a_loss_that_only_fp32_can_compute_is_computed_in_fp32(runs):
+    records = support.metrics(runs / "inf")
+    fallbacks = [r for r in records if r.get("event") == "amp_fallback"]
+    assert [r["step"] for r in fallbacks] == [1] and fallbacks[0]["until"] == 101
+    assert not [r for r in records if r.get("event") == "skip"]
+    assert len(support.step_records(runs / "inf")) == 3
+
+
+def test_a_clip_that_is_not_finite_is_named_and_skipped_on_all_ranks(runs):
+    skips = [r for r in support.metrics(runs / "nan") if r.get("event") == "skip"]
+    assert skips and all(r["ids"] == ["clip_2"] for r in skips)
+    assert len(skips) + len(support.step_records(runs / "nan")) == 4
+    a, b = network_of(runs / "nan"), network_of(runs / "nan", 1)
+    assert all(torch.equal(a[name], b[name]) and bool(a[name].isfinite().all()) for name in a)
+
+
+def test_a_dry_run_takes_one_step_and_writes_no_run(runs):
+    (line,) = [line for line in (runs / "output.txt").read_text().splitlines() if "dry run: one step" in line]
+    predicted, measured = (float(line.split(word)[1].split()[0]) for word in ("predicted ", "measured peak "))
+    assert 0 < predicted < 4 and 0 < measured < 4
+    assert not (runs / "dry" / "metrics.jsonl").exists()
+
+
+def test_the_doctor_finds_nothing_wrong(data):
+    words = "--doctor --width 8 --n-fft 126 --hop 64 --frames 16 --buffer 8 --data".split()
+    codes, outputs = support.run_recipe(*words, data, world=1, recipe="diffusion_buffer")
+    assert codes == [0] and "FAIL" not in outputs[0], outputs[0][-3000:]
+    assert outputs[0].count("PASS") + outputs[0].count("WARN  speed") == 19, outputs[0][-3000:]
+    assert "sigma 0.0490" in outputs[0] and "1 s is 251 frames" in outputs[0]
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--buffer", "500", "--frames", "64"], "--buffer 500 does not fit into --frames 64"),
+        (["--t-eps", "0"], "0 < t-eps < t-max < 1"),
+        (["--ds", "ds_configs/zero3.json"], "need no sharding, use zero2.json"),
+        (["--enhance", "somewhere"], "--enhance needs --model and --out"),
+        (["--overfit", "nobody"], "has no clip 'nobody'; its first is 'clip_0'"),
+        (["--schedule", "plateau"], "--schedule plateau sees a plateau in evaluations"),
+    ],
+)
+def test_mistakes_end_with_exit_code_2(data, tmp_path, words, message):
+    settings = ["--data", str(data), "--width", "8", "--out", str(tmp_path / "run")]
+    if "--enhance" in words:
+        settings = []
+    codes, outputs = support.run_recipe(*settings, *words, world=1, recipe="diffusion_buffer")
+    assert codes == [2] and message in outputs[0], outputs[0][-2000:]

@@ -1,0 +1,127 @@
+"""The Diffusion Buffer killed and stopped, and started again: the result is the uninterrupted run's, bit for bit."""
+
+import json
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint
+from helpers import support
+from helpers.faults import (
+    assert_half_a_save_is_never_chosen,
+    assert_no_orphans,
+    kill_all,
+    kill_all_while_saving,
+    wait_for_checkpoint,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
+# Average, context noise, drawn buffers, tracked levels, accumulation and a plateau are on: each of them is state that a
+# resume could lose.
+JOB = (
+    "--width 8 --frames 16 --buffer 6 --buffer-low 4 --context-noise 0.5 --context-own 0.5 --level track "
+    "--micro-batch 2 --accumulation 2 --steps 18 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov --eval-files 1 "
+    "--eval-every 6 --save-every 6 --samples 0 --best-by lsd --schedule plateau --patience 1 --drop 0.7"
+).split()
+
+
+def job(run, pairs) -> list[str]:
+    return ["--ds", str(support.ROOT / "ds_configs/zero2.json"), "--data", str(pairs), *JOB, "--out", str(run)]
+
+
+def run_ranks(run, pairs):
+    return support.run_recipe(*job(run, pairs), recipe="diffusion_buffer")
+
+
+@pytest.fixture(scope="module")
+def whole(pairs, tmp_path_factory):
+    """The same run, never interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    return run
+
+
+def assert_same_run(run, whole) -> None:
+    timed = {"step_s", "data_wait_s", "tokens_per_s", "rss_gb"}
+    last = [folder / "checkpoints" / "step-00000018" for folder in (run, whole)]
+    extras = [json.loads((path / "trainer_state.json").read_text())["extra"] for path in last]
+    assert extras[0] == extras[1] and extras[0]["best"] is not None
+    history = [
+        [
+            {k: v for k, v in r.items() if k not in timed}
+            for r in support.metrics(folder)
+            if r.get("event") in (None, "eval", "latency", "done")
+        ]
+        for folder in (run, whole)
+    ]
+    assert history[0] == history[1]
+    mine, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run, whole))
+    assert set(mine) == set(expected) and all(torch.equal(mine[name], expected[name]) for name in expected)
+    final = [checkpoint.masters(path) for path in last]
+    assert final[0].keys() == final[1].keys() and all(torch.equal(final[0][n], final[1][n]) for n in final[0])
+
+
+def start(run, pairs):
+    return support.start_ranks(support.ROOT / "finetune" / "diffusion_buffer.py", job(run, pairs))
+
+
+def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    ranks = start(run, pairs)
+    support.wait_for_step(run, 8)
+    wait_for_checkpoint(run, 6)
+    kill_all(ranks, run)
+    outputs = kill_all_while_saving(start(run, pairs), run, 12)
+    assert f"going on after step 6 from {run}/checkpoints/step-00000006" in outputs[0]
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0], outputs[0][-3000:]
+    assert re.search("going on after step (6|12)", outputs[0])  # the save may have been whole by then
+    assert_same_run(run, whole)
+
+
+def test_a_signal_stops_all_ranks_at_one_step_another_shows_where_they_are(whole, pairs, tmp_path):
+    run = tmp_path / "run"
+    ranks = start(run, pairs)
+    support.wait_for_step(run, 2)
+    ranks[1].send_signal(signal.SIGUSR2)
+    time.sleep(0.5)
+    ranks[1].send_signal(signal.SIGTERM)
+    codes, outputs = support.finish(ranks, timeout=60)
+    assert codes == [75, 75], outputs[0][-3000:]
+    assert_no_orphans(run)
+    assert "diffusion_buffer.py" in (run / "stacks-00001.txt").read_text()
+    (stopped,) = [r["step"] for r in support.metrics(run) if r.get("event") == "preempted"]
+    assert 2 <= stopped < 18
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0] and f"going on after step {stopped}" in outputs[0], outputs[0][-3000:]
+    assert_same_run(run, whole)
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_the_last_whole_checkpoint(whole, tmp_path):
+    assert_half_a_save_is_never_chosen(whole, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("split", "world"), [(["--micro-batch", "4", "--accumulation", "1", "--safe"], 2), (["--micro-batch", "4"], 1)]
+)
+def test_another_diffusion_is_refused_and_another_split_is_not(whole, pairs, tmp_path, split, world):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    words = job(run, pairs)
+    codes, outputs = support.run_recipe(*words, "--sde-c", "0.52", world=1, recipe="diffusion_buffer")
+    assert codes == [2] and "sde_c: 0.08 then, 0.52 now" in outputs[0]
+    # the checkpoint of step 12 with the same crops in other micro-batches or ranks: the same losses to rounding
+    shutil.rmtree(run / "checkpoints" / "step-00000018")
+    entries = checkpoint.read_index(run / "checkpoints")
+    checkpoint.write_json(run / "checkpoints" / "index.json", {"checkpoints": [e for e in entries if e["step"] < 18]})
+    codes, outputs = support.run_recipe(*words, *split, world=world, recipe="diffusion_buffer")
+    assert not any(codes) and "going on after step 12" in outputs[0], outputs[0][-3000:]
+    losses = [[r["loss"] for r in support.step_records(folder)] for folder in (run, whole)]
+    assert losses[0][:12] == losses[1][:12] and losses[0][12:] == pytest.approx(losses[1][12:], abs=1e-6)

@@ -1,0 +1,238 @@
+"""What the flags of the Higgs recipe do and refuse, on short runs of one rank in this process, and using the result."""
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+
+import higgs_clone
+from common import engine
+from common.config import UserError
+from common.ds_config import resolve_ds
+from common.runtime import Ranks, start_ranks
+from common.tokens import TokenDataset
+from helpers import support
+from helpers.higgs_support import SMALL, assets, make_pairs
+from models.higgs import weights as higgs_weights
+from models.higgs.evaluate import higgs_loss
+from models.higgs.layout import labelled_states
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return start_ranks()
+
+
+@pytest.fixture
+def trained(higgs_demo, ranks, tmp_path):
+    """Trains a good configuration with these changes; returns the engine and the run folder."""
+
+    def run(**changes):
+        settings = {**SMALL, **assets(higgs_demo), "eval_data": "", "accumulation": 1, "steps": 2}
+        config = higgs_clone.Config(**{**settings, "out": str(tmp_path / "run"), **changes})
+        return higgs_clone.train(config, ranks, resolve_ds(config.ds, config, 1)), tmp_path / "run"
+
+    return run
+
+
+def refused(trained, **changes) -> str:
+    with pytest.raises(UserError) as error:
+        trained(**changes)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- the five complaints -----------------------------------------------------------------------------------------
+
+
+def test_a_backward_that_does_nothing_ends_the_run_by_name(trained, monkeypatch):
+    real = engine.backward
+    monkeypatch.setattr(engine, "backward", lambda e, loss, weight, world: real(e, 0 * loss, weight, world))
+    assert "got no gradient in the first 3 steps" in refused(trained, steps=4)
+
+
+def test_a_loss_without_a_graph_cannot_be_trained_on(trained, monkeypatch):
+    real = higgs_loss
+
+    def detached(*arguments):
+        loss, stats = real(*arguments)
+        return loss.detach(), stats
+
+    monkeypatch.setattr(higgs_clone, "higgs_loss", detached)
+    assert "the loss has no gradient" in refused(trained)
+
+
+def test_empty_batches_pass_through_the_loggers(higgs_demo, tmp_path):
+    from common.metrics import Meter
+    from helpers.higgs_support import text_only
+
+    pairs = make_pairs(higgs_demo)
+    model = higgs_weights.load_higgs(str(higgs_demo / "model"), "", torch.float32)
+    meter = Meter()
+    for batch in (text_only(pairs), pairs.batch([0])):
+        meter.add(batch, *higgs_loss(model, batch, pairs.layout, pairs.weights))
+    totals = meter.reduce(Ranks(0, 1, torch.device("cpu")))
+    assert np.isfinite(totals.losses / totals.counts).all() and meter.broken_ids() == []
+
+
+def test_codes_of_another_codec_are_refused(trained, higgs_demo, tmp_path):
+    import shutil
+
+    shutil.copytree(higgs_demo / "tokens/train", tmp_path / "tokens")
+    info = json.loads((tmp_path / "tokens/dataset.json").read_text())
+    (tmp_path / "tokens/dataset.json").write_text(json.dumps(info | {"weights_sha256": "0" * 64}))
+    assert "was encoded with other codec weights" in refused(trained, data=str(tmp_path / "tokens"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"load_in": "4bit", "ds": "ds_configs/zero3.json"}, "--load-in 4bit needs ZeRO-2 and a LoRA preset"),
+        ({"load_in": "8bit", "preset": "full"}, "--load-in 8bit needs ZeRO-2 and a LoRA preset"),
+        ({"io": "lora", "ds": "ds_configs/zero3.json"}, "--io lora needs ZeRO-2"),
+        ({"io": "full", "preset": "audio_path"}, "--io full is for LoRA"),
+        ({"micro_tokens": 100}, "--micro-tokens 100 is below the longest clip"),
+        ({"model": "/nowhere"}, "--model /nowhere is not a folder"),
+    ],
+)
+def test_settings_that_cannot_train_are_one_sentence(trained, changes, sentence):
+    assert sentence in refused(trained, **changes)
+
+
+def test_a_model_of_another_kind_is_refused(trained, higgs_demo):
+    assert "not 'higgs_audio_v2'" in refused(trained, model=str(higgs_demo / "codec"))
+
+
+# ---- flags -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["rslora", "dora"])
+def test_lora_variants_train_and_reload(trained, higgs_demo, variant):
+    from peft import PeftModel
+
+    ds_engine, run = trained(**{variant: True})
+    base = higgs_weights.load_higgs(str(higgs_demo / "model"), "", torch.float32)
+    loaded = PeftModel.from_pretrained(base, str(run / "export")).eval()
+    assert getattr(loaded.peft_config["default"], f"use_{variant}")
+    pairs = make_pairs(higgs_demo)
+    states = [labelled_states(m, pairs.batch([0]), pairs.layout)[0] for m in (ds_engine.module.model.eval(), loaded)]
+    assert torch.allclose(*states, atol=1e-5)
+
+
+def test_clips_without_a_reference_are_trained_only_when_allowed(trained, higgs_demo, tmp_path):
+    source = TokenDataset(str(higgs_demo / "tokens/train"))
+    clips = [{"id": source.id(i), "text": source.text(i), "codes": source.codes(i)} for i in range(8)]
+    facts = {"codec": "higgs", "channels": 8, "codebooks": 8, "sample_rate": 24000, "hop": 960}
+    refs = [clips[1]["id"], "", clips[3]["id"], "", "", "", "", ""]
+    data = support.write_tokens(tmp_path / "tokens", clips, columns={"ref": refs}, **facts)
+    assert len(make_pairs(higgs_demo, data)) == 2
+    pairs = make_pairs(higgs_demo, data, allow_no_ref=True)
+    assert len(pairs) == 8 and [len(row.frames) == clips[i]["codes"].shape[0] + 9 for i, row in
+                               enumerate(pairs.rows(range(8)))] == [not ref for ref in refs]  # fmt: skip
+    _, run = trained(data=str(data), allow_no_ref=True)
+    assert len(support.step_records(run)) == 2
+
+
+def test_codebook_weights_and_text_loss_change_the_training(trained, higgs_demo):
+    _, run = trained(text_loss=0.5, codebook_weights="first")
+    assert "loss_channel_8" in support.step_records(run)[0]  # the text's
+    weights = make_pairs(higgs_demo, codebook_weights="first").weights
+    assert weights.tolist() == pytest.approx([1.6, 1.6, 1.2, 1.2, 0.8, 0.8, 0.4, 0.4])
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(trained, capsys):
+    _, run = trained(dry_run=True)
+    printed = capsys.readouterr().out
+    for part in ("parameters", "LoRA audio: 6 modules", "padding", "longest micro-batch", "predicted"):
+        assert part in printed
+    assert not run.exists()
+
+
+def test_a_checkpoint_worse_than_the_base_is_never_the_best(monkeypatch, capsys):
+    base = {"loss": 5.0, "gap": 0.3, "stop_rate": 1.0}
+    events = []
+
+    def score(promote=False, **values):
+        config = SimpleNamespace(samples=0, promote_worse=promote)
+        run = SimpleNamespace(config=config, ranks=None, first_eval=lambda: base, folder=None)
+        run.average = engine.Average(None, 0.0)
+        run.tracker = SimpleNamespace(event=lambda *a, **k: events.append(k))
+        monkeypatch.setattr(higgs_clone, "token_metrics", lambda *_: {"loss": 4.0, **values})
+        return higgs_clone.evaluate(None, [1], run, 7, None, 2)[0]
+
+    assert score(gap=0.29, stop_rate=1.0) == 4.0
+    assert score(gap=0.2, stop_rate=1.0) is None and "worse than the base in gap" in capsys.readouterr().out
+    assert score(gap=0.3, stop_rate=0.5) is None
+    assert score(promote=True, gap=0.3, stop_rate=0.5) == 4.0
+    assert score(gap=-0.01, stop_rate=1.0) is None and "voice prompt is ignored" in capsys.readouterr().out
+    assert len(events) == 5
+
+
+# ---- the result, used --------------------------------------------------------------------------------------------
+
+
+def speak_script(*arguments) -> subprocess.CompletedProcess:
+    command = [support.PYTHON, "-W", "ignore", support.ROOT / "finetune" / "higgs_speak.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=support.environment(), check=False)
+
+
+@pytest.fixture(scope="module")
+def adapter(higgs_demo, tmp_path_factory):
+    """An adapter with weights that matter, saved by plain PEFT."""
+    folder = tmp_path_factory.mktemp("adapter") / "export"
+    config = higgs_clone.Config(model=str(higgs_demo / "model"), precision="fp32", lora_rank=4, io="lora")
+    model = higgs_clone.build_model(config, resolve_ds(config.ds, config, 1))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    model.peft_config["default"].base_model_name_or_path = str(higgs_demo / "model")
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    return folder
+
+
+def test_merged_folder_is_complete_and_equals_base_plus_adapter(adapter, higgs_demo, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoProcessor, HiggsAudioV2ForConditionalGeneration
+
+    done = speak_script("--adapter", adapter, "--merge", tmp_path / "merged", "--codec-name", higgs_demo / "codec")
+    assert done.returncode == 0, done.stderr
+    merged = HiggsAudioV2ForConditionalGeneration.from_pretrained(str(tmp_path / "merged"), use_text_head=True).eval()
+    base = higgs_weights.load_higgs(str(higgs_demo / "model"), "", torch.float32)
+    tuned = PeftModel.from_pretrained(base, str(adapter)).eval()
+    pairs = make_pairs(higgs_demo)
+    expected, found = (labelled_states(m, pairs.batch([0, 1]), pairs.layout)[0] for m in (tuned, merged))
+    assert torch.allclose(expected, found, atol=1e-4) and float(expected.abs().max()) > 0.1
+    head = load_file(higgs_demo / "model/model.safetensors")["text_lm_head.weight"]
+    assert torch.equal(merged.text_lm_head.weight, head)
+    processor = AutoProcessor.from_pretrained(str(tmp_path / "merged"))
+    assert type(processor.audio_tokenizer).__name__ == "HiggsAudioV2TokenizerModel"
+    assert "exists already" in speak_script("--adapter", adapter, "--merge", tmp_path / "merged").stderr
+
+
+def test_speaking_in_the_voice_of_a_recording_writes_sound(adapter, higgs_demo, tmp_path):
+    voice = next((higgs_demo / "audio/eval").glob("*.wav"))
+    words = ["--adapter", adapter, "--ref", voice, "--ref-text", "bada", "--text", "gumi lono", "--seconds", "1"]
+    done = speak_script(*words, "--wav", tmp_path / "a.wav")
+    assert done.returncode == 0, done.stderr
+    audio, rate = soundfile.read(tmp_path / "a.wav")
+    assert rate == 24000 and 0 < len(audio) <= 24000 and np.abs(audio).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--text", "hello"], "give --text and --wav"),
+        (["--text", "hello", "--wav", "x.wav", "--ref", "x.wav"], "--ref and --ref-text go together"),
+    ],
+)
+def test_mistakes_in_speaking_are_one_sentence(adapter, words, sentence):
+    done = speak_script("--adapter", adapter, *words)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and sentence in done.stderr

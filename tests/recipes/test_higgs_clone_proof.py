@@ -1,0 +1,161 @@
+"""The proof that the training is right: what was trained on comes out again, in the right voice, and stops.
+
+Two mutations show that the proof can fail: the layout and the labels that other trainers use reach the same loss.
+"""
+
+import numpy as np
+import pytest
+
+import higgs_clone
+from common.config import UserError
+from common.ds_config import resolve_ds
+from common.feed import mover
+from common.runtime import start_ranks
+from common.tokens import TokenDataset
+from helpers import support
+from helpers.higgs_support import make_pairs
+from models.higgs import data as higgs_data
+from models.higgs.evaluate import layout_losses
+from models.higgs.generate import speak
+from models.higgs.layout import without_delay
+
+FACTS = {"codec": "higgs", "channels": 8, "codebooks": 8, "sample_rate": 24000, "hop": 960}
+OVERFIT = {
+    "preset": "full",
+    "precision": "fp32",
+    "lr": 5e-3,
+    "lr_floor_action": "warn",
+    "warmup": 10.0,
+    "steps": 140,
+    "max_start_loss": 0.0,
+    "samples": 0,
+    "save_every": 0,
+    "eval_every": 0,
+    "export": False,
+    "greedy": True,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return start_ranks()
+
+
+def dataset(demo, folder, clips: list[tuple[str, str, str]]):
+    """A dataset of (id, text, reference) with the demo's codes of that id; a reference's text is the demo's."""
+    source = TokenDataset(str(demo / "tokens/train"))
+    row = {source.id(i): i for i in range(len(source))}
+    found = [{"id": id, "text": text or source.text(row[id]), "codes": source.codes(row[id])} for id, text, _ in clips]
+    columns = {"ref": [ref for *_, ref in clips], "speaker": [id.split("_")[0] for id, *_ in clips]}
+    return support.write_tokens(folder, found, columns=columns, **FACTS)
+
+
+def overfit(demo, ranks, folder, out, **changes):
+    assets = {"model": str(demo / "model"), "data": str(folder), "out": str(out)}
+    config = higgs_clone.Config(**{**OVERFIT, **assets, **changes})
+    engine = higgs_clone.train(config, ranks, resolve_ds(config.ds, config, 1))
+    return engine.module.model.eval(), support.step_records(out)[-1]["loss"]
+
+
+def said(demo, model, folder, cap=80):
+    """What the model says after each prompt of the dataset, and what it was trained on."""
+    pairs = make_pairs(demo, folder)
+    clips = range(len(pairs))
+    spoken = speak(model, pairs.rows(clips, answer=False), pairs.layout, cap, seed=0, greedy=True)
+    return spoken, [pairs.tokens.codes(pairs.kept[clip]) for clip in clips], pairs
+
+
+@pytest.fixture(scope="module")
+def one_pair(higgs_demo, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one") / "tokens"
+    return dataset(higgs_demo, folder, [("ada_000", "", "ada_004"), ("ada_004", "", "")])
+
+
+@pytest.fixture(scope="module")
+def learned(higgs_demo, ranks, one_pair, tmp_path_factory):
+    return overfit(higgs_demo, ranks, one_pair, tmp_path_factory.mktemp("learned") / "run")
+
+
+def test_one_pair_overfitted_is_regenerated_exactly_and_stops(higgs_demo, learned, one_pair):
+    model, loss = learned
+    assert loss < 0.1
+    [spoken], [codes], _ = said(higgs_demo, model, one_pair)
+    assert spoken.ended and len(spoken.stream) == len(codes) + 9 and not spoken.bad_ids
+    assert np.array_equal(spoken.codes, codes)
+
+
+def mutate(monkeypatch, change) -> None:
+    """Changes the rows that are trained on, after their check; generation stays as it is."""
+    built = higgs_data.build_row
+
+    def build(name, ids, segments, layout, answer=True):
+        row = built(name, ids, segments, layout, answer)
+        return change(row, layout) if answer else row
+
+    monkeypatch.setattr(higgs_data, "build_row", build)
+
+
+def mask_ends(row, layout):
+    row.labels[row.labels == layout.eos] = -100
+    return row
+
+
+def test_without_the_delay_the_same_loss_regenerates_nothing(higgs_demo, ranks, one_pair, tmp_path, monkeypatch):
+    mutate(monkeypatch, without_delay)
+    model, loss = overfit(higgs_demo, ranks, one_pair, tmp_path / "run")
+    monkeypatch.undo()
+    assert loss < 0.1
+    [spoken], [codes], _ = said(higgs_demo, model, one_pair)
+    shared = min(len(codes), len(spoken.codes))
+    assert len(spoken.codes) != len(codes) or (spoken.codes[:shared] == codes[:shared]).mean() < 0.6
+
+
+def test_without_the_end_as_a_label_it_never_stops(higgs_demo, ranks, one_pair, tmp_path, monkeypatch):
+    mutate(monkeypatch, mask_ends)
+    model, loss = overfit(higgs_demo, ranks, one_pair, tmp_path / "run")
+    monkeypatch.undo()
+    assert loss < 0.1
+    [spoken], [codes], _ = said(higgs_demo, model, one_pair, cap=80)
+    assert not spoken.ended and len(spoken.stream) == 89
+
+
+@pytest.fixture(scope="module")
+def two_voices(higgs_demo, tmp_path_factory):
+    """Two speakers say the same text: only the reference tells whose voice it is to be."""
+    clips = [("ada_000", "the same words", "ada_004"), ("ada_004", "", "")]
+    clips += [("ben_001", "the same words", "ben_005"), ("ben_005", "", "")]
+    return dataset(higgs_demo, tmp_path_factory.mktemp("two") / "tokens", clips)
+
+
+def test_two_voices_overfitted_follow_their_reference(higgs_demo, ranks, two_voices, tmp_path):
+    model, _ = overfit(higgs_demo, ranks, two_voices, tmp_path / "run", steps=200, eval_data=str(two_voices))
+    spoken, codes, pairs = said(higgs_demo, model, two_voices)
+    assert all(np.array_equal(s.codes, c) for s, c in zip(spoken, codes, strict=True))
+    values = [record for record in support.metrics(tmp_path / "run") if record.get("event") == "eval"]
+    # Small by nature: once the first frames are given, they tell the voice themselves.
+    assert values[-1]["gap"] > 0.02 and values[-1]["loss"] < 0.01
+    # The other's reference calls the other's voice.
+    other = pairs.rows([0, 1], pairs.swapped([0, 1]), answer=False)
+    swapped = speak(model, other, pairs.layout, 80, seed=0, greedy=True)
+    assert np.array_equal(swapped[0].codes, codes[1]) and np.array_equal(swapped[1].codes, codes[0])
+
+
+# ---- the start of a run ------------------------------------------------------------------------------------------
+
+
+def test_a_trained_base_reads_the_delay_and_an_untrained_one_is_refused(higgs_demo, learned, one_pair, ranks, tmp_path):
+    model, _ = learned
+    pairs = make_pairs(higgs_demo, one_pair)
+    to_device = mover(ranks.device)
+    delayed, flat = layout_losses(model, pairs, to_device)
+    assert delayed < 0.2 and flat > 2 * delayed + 1
+    higgs_clone.check_start(model, pairs, 6.2, to_device)
+    with pytest.raises(UserError, match="over --max-start-loss 6.2"):
+        overfit(higgs_demo, ranks, one_pair, tmp_path / "run", max_start_loss=6.2)
+    assert not support.step_records(tmp_path / "run")
+
+
+def test_a_base_that_reads_audio_without_delay_better_is_refused(higgs_demo, learned, one_pair, ranks, monkeypatch):
+    monkeypatch.setattr(higgs_clone, "layout_losses", lambda *_: (3.0, 2.9))
+    with pytest.raises(UserError, match=r"2\.900 without the codebooks' delay"):
+        higgs_clone.check_start(None, None, 6.2, None)

@@ -1,0 +1,156 @@
+"""A user's mistake in Llama MoT is one clear sentence, an exit code, and nothing half-written."""
+
+import math
+
+import numpy as np
+import pytest
+from test_llama_mot import SMALL, assets
+
+import llama_mot
+from common import single_process as plain
+from common.config import UserError
+from common.ds_config import resolve_ds
+from common.runtime import start_ranks
+from common.tokens import TokenDataset
+from helpers import support
+
+ENCODEC = {"codec": "encodec", "sample_rate": 32000, "hop": 640, "codebooks": 4, "codebook_size": 2048, "channels": 4}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return start_ranks()
+
+
+@pytest.fixture
+def run(demo_mot, ranks, tmp_path):
+    """run(...) trains a few steps in this process; run.refused(...) -> the sentence it is refused with."""
+
+    def train(**changes):
+        config = llama_mot.Config(
+            **{**SMALL, **assets(demo_mot), "out": str(tmp_path / "run"), "accumulation": 1, **changes}
+        )
+        return llama_mot.train(config, ranks, resolve_ds(config.ds, config, 1))
+
+    def refused(**changes) -> str:
+        with pytest.raises(UserError) as error:
+            train(**changes)
+        sentence = str(error.value)
+        assert "\n" not in sentence and len(sentence) < 400
+        assert not (tmp_path / "run" / "export").exists()
+        return sentence
+
+    train.refused = refused
+    return train
+
+
+@pytest.fixture
+def clips(demo_mot):
+    tokens = TokenDataset(str(demo_mot / "tokens"))
+    return [{"id": tokens.id(i), "text": tokens.text(i), "codes": np.array(tokens.codes(i))} for i in range(6)]
+
+
+def test_missing_data_says_how_to_make_it(run, tmp_path):
+    assert "is not a token dataset (no dataset.json); make one with data/encode.py" in run.refused(data=str(tmp_path))
+
+
+def test_a_part_of_the_source(run, clips, tmp_path):
+    data = support.write_tokens(tmp_path / "tokens", clips, wanted=5233, **ENCODEC)
+    assert "holds 6 of the 5233 clips of its source" in run.refused(data=str(data))
+
+
+def test_a_code_out_of_range_names_the_clip(run, clips, tmp_path):
+    clips[3]["codes"][5, 1] = 2048
+    data = support.write_tokens(tmp_path / "tokens", clips, **ENCODEC)
+    for verify in (True, False):
+        sentence = run.refused(data=str(data), verify_data=verify, steps=9, out=str(tmp_path / f"run{verify}"))
+        assert clips[3]["id"] in sentence and "2048" in sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"musicgen": ""}, "name one with --musicgen"),
+        ({"profile": "legacy"}, "--profile legacy has --ids shared"),
+        ({"layout": "delay", "ids": "shared"}, "--layout delay predicts 4 codes at once"),
+        ({"layout": "delay", "loss_vocab": "full"}, "--layout delay predicts 4 codes at once"),
+        ({"train_parts": ["nothing"]}, "--train-parts nothing: choose from"),
+        ({"caption_dropout": 0.0, "samples": 1}, "set --caption-dropout above 0"),
+        ({"codebook_weights": [1.0]}, "--codebook-weights takes 4 numbers"),
+        ({"max_text": 3}, "over --max-text 3"),
+        ({"adapter": "nowhere"}, "no readable adapter_config.json"),
+    ],
+)
+def test_flags_that_do_not_go_together(run, changes, sentence):
+    assert sentence in run.refused(**changes)
+
+
+def test_models_of_another_kind(run, demo_mot, tmp_path):
+    assert "not 'llama'" in run.refused(model=str(demo_mot / "musicgen"))
+    assert "not 'musicgen'" in run.refused(musicgen=str(demo_mot / "llama"))
+    assert "--model" in run.refused(model=str(tmp_path / "nothing"))
+
+
+def test_no_deepspeed_needs_fp32(demo_mot):
+    with pytest.raises(UserError, match="add --precision fp32"):
+        plain.one_process(llama_mot.Config(precision="bf16", deepspeed=False))
+
+
+def test_a_first_loss_that_cannot_be_is_refused(run, monkeypatch):
+    monkeypatch.setattr("models.mot.build.NEW_ROW_SCALE", 40.0)
+    assert f"instead of about {math.log(2048):.4f}" in run.refused()
+
+
+def test_a_nan_clip_is_named_and_its_step_skipped(run, demo_mot, clips, tmp_path, monkeypatch):
+    from models.mot import network as mot
+
+    real = mot.mot_loss
+    bad = clips[2]["id"]
+
+    def poisoned(model, batch, weights):
+        total, stats = real(model, batch, weights)
+        return (total * float("nan") if bad in batch["ids"] and model.training else total), stats
+
+    monkeypatch.setattr(mot, "mot_loss", poisoned)
+    data = support.write_tokens(tmp_path / "tokens", clips, **ENCODEC)
+    run(data=str(data), eval_data="", micro_tokens=200, steps=6)
+    skips = [record for record in support.metrics(tmp_path / "run") if record.get("event") == "skip"]
+    assert [record["ids"] for record in skips] == [[bad]]
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(run, tmp_path, capsys):
+    run(dry_run=True)
+    printed = capsys.readouterr().out
+    for part in ("copied 40/40", "parameters", "trained", "padding", "longest micro-batch", "predicted", "peak"):
+        assert part in printed, part
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_goes_on_from_an_exported_adapter(run, tmp_path):
+    run(steps=6, lr=5e-3, copied_lr=1.0, warmup=1.0)
+    before = [record["loss"] for record in support.step_records(tmp_path / "run")]
+    run(adapter=str(tmp_path / "run" / "export"), out=str(tmp_path / "more"), steps=1, warmup=1.0)
+    [after] = [record["loss"] for record in support.step_records(tmp_path / "more")]
+    assert after < before[0] - 0.3
+    with pytest.raises(UserError, match="has shape"):
+        run(adapter=str(tmp_path / "run" / "export"), ids="shared", out=str(tmp_path / "other"))
+
+
+def test_samples_are_played_decoded_and_reported(run, tmp_path):
+    import json
+
+    import soundfile
+
+    run(samples=2, sample_frames=8, guidance=2.0)
+    folder = tmp_path / "run" / "samples"
+    for step in ("step-00000004", "recorded"):
+        files = sorted((folder / step).glob("*.npy"))
+        assert len(files) == 2
+        for file in files:
+            codes = np.load(file, allow_pickle=False)
+            if len(codes):
+                audio, rate = soundfile.read(file.with_suffix(".wav"))
+                assert rate == 32000 and len(audio) == 640 * len(codes)
+    facts = json.loads((folder / "step-00000004" / "clip-0000.json").read_text())
+    assert {"text", "repeats", "distinct_codes", "ended_by_eos", "guidance", "seed"} <= set(facts)
+    assert (tmp_path / "run" / "report.html").read_text().count("<audio") >= 2

@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
-# One door to everything, and a batch script for SLURM (sbatch --nodes 2 launch.sh dia_lora ...):
-#   ./launch.sh setup [--with-slurm]      make .venv from requirements.txt (every other command does it when needed);
-#                                         --with-slurm also installs SLURM (Debian, root), which the tests then use
-#   ./launch.sh demo                      fine-tune a tiny Dia on a synthetic corpus, end to end
-#   ./launch.sh test [pytest arguments]   run the test suite
-#   ./launch.sh encode|check [arguments]  data/encode.py, data/check.py
-#   ./launch.sh RECIPE [--ranks N] [arguments]   finetune/RECIPE.py under DeepSpeed: all GPUs, or 2 ranks on a CPU
-#   ./launch.sh slurm [sbatch options] RECIPE [arguments]   the same as a SLURM job that survives its time limit
-#   ./launch.sh slurm --array=0-7 encode [arguments]        data/encode.py as 8 jobs, and one that joins their parts
-# AUDIO_FINETUNE_ENV=/path/to/venv uses that environment as it is and sets nothing up.
-# Exit codes of a recipe: 0 finished, 75 stopped by a signal with everything saved (run it again to go on),
-# 2 a mistake in the command or the data, anything else a failure.
+# The one command for everything; also a SLURM batch script (sbatch --nodes 2 launch.sh dia_lora ...).
+#   ./launch.sh setup [--with-slurm]         make .venv from requirements.txt (every other command does so when needed);
+#                                            --with-slurm also installs SLURM (Debian, root), which the tests then use
+#   ./launch.sh demo                         fine-tune a tiny Dia on a synthetic corpus, end to end
+#   ./launch.sh test [pytest arguments]      run the test suite
+#   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score
+#   ./launch.sh RECIPE [--ranks N] [flags]   train with finetune/RECIPE.py under DeepSpeed: on all GPUs, or as 2 ranks
+#                                            on a CPU; RECIPE: dia_lora, dia_full, higgs_clone, llama_mot, cmgan,
+#                                            diffusion_buffer
+#   ./launch.sh speak --run RUN --text TEXT --wav FILE   use a trained run (Dia, Higgs Audio); --help lists the flags
+#   ./launch.sh generate --run RUN [flags]               music from a llama_mot run
+#   ./launch.sh enhance --run RUN [flags]                clean noisy recordings with a cmgan or diffusion_buffer run
+#   ./launch.sh diagnose --run RUN                       check such a run: loss, labels, data, output, machine
+#   ./launch.sh convert --run RUN --out FOLDER           best checkpoint of a dia_full run as a model folder
+#   ./launch.sh report RUN                               write RUN/report.html again
+#   ./launch.sh slurm [sbatch options] RECIPE [flags]    train as a SLURM job that resumes after its time limit
+#   ./launch.sh slurm --array=0-7 encode [arguments]     encode in 8 SLURM jobs, and merge their parts in a last one
+# AUDIO_FINETUNE_ENV=/path/to/venv uses that environment as it is and installs nothing.
+# Exit codes of a recipe: 0 finished; 75 stopped by a signal with everything saved, run the same command to resume;
+# 2 a mistake in the command or the data; anything else is a failure.
 #
-# Defaults of a job; options of sbatch win. The signal comes early enough to save, and the job goes on by itself.
+# Defaults of a SLURM job; sbatch options override them. The signal leaves 180 s to save before the time limit.
 #SBATCH --job-name=audio-finetune
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
@@ -22,7 +30,7 @@ set -euo pipefail
 
 script=${BASH_SOURCE[0]}
 if [[ -n ${SLURM_JOB_ID:-} && ! -d $(dirname -- "$script")/finetune ]]; then
-    # sbatch runs a copy of this file from its spool folder; the tasks of an array are a line each.
+    # sbatch runs a copy of this file from its spool folder. For an array, scontrol prints one line per task.
     script=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oPm 1 ' Command=\K\S+')
 fi
 root=$(cd -- "$(dirname -- "$script")" && pwd)
@@ -44,7 +52,7 @@ setup() {
     key=$(sha256sum "$root/requirements.txt" | cut -c1-16)
     stamp=$venv/.ready-$key
     [[ -e $stamp ]] && return
-    # Two commands started at once must not install into each other.
+    # Two commands started at once must not install at the same time.
     exec 9>"$root/.venv.lock"
     flock 9
     if [[ ! -e $stamp ]]; then
@@ -54,10 +62,16 @@ setup() {
         done
         echo "setting up $venv (once; about 7 GB, a few minutes)"
         "$python" -m venv --clear "$venv"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.txt" 2> >(grep -v '^WARNING: Location' >&2)
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.txt" \
+            2> >(grep -v '^WARNING: Location' >&2)
         touch "$stamp"
     fi
     exec 9>&-
+}
+
+install_slurm() {
+    command -v apt-get >/dev/null || fail "--with-slurm needs Debian's apt-get."
+    (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge) >/dev/null
 }
 
 # ---- running a recipe --------------------------------------------------------------------------------------------
@@ -66,11 +80,13 @@ count_gpus() {
     if command -v nvidia-smi >/dev/null; then nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; else echo 0; fi
 }
 
+# A new port for every job: two jobs that start together would both find DeepSpeed's default port free and take it.
 free_port() {
     "$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 }
 
-# The ranks of a session, whether or not DeepSpeed's runner and launcher still live; not the workers they forked.
+# Process ids of the ranks in a session, even if DeepSpeed's runner and launcher are gone; without the workers that
+# the ranks forked, whose command line is the same.
 rank_pids() {
     local pid all
     all=$(pgrep -s "$1" -f -- '\.py --local_rank=[0-9]+') || return 0
@@ -79,24 +95,24 @@ rank_pids() {
     done
 }
 
-# SIGTERM to DeepSpeed's runner would kill only the runner, and SIGUSR1 to its launcher would orphan the ranks:
-# the wish to stop goes to the ranks themselves, which save and end together.
+# Stops a job, given the process id of its runner. SIGTERM would kill only the runner itself, and SIGUSR1 to DeepSpeed's
+# launcher would orphan the ranks, so the ranks are signalled: they save and exit together.
 ask_to_stop() {
     local ranks
     stop_asked=1
-    [[ -n $1 ]] || return 0 # not started yet: run_recipe looks at stop_asked
+    [[ -n $1 ]] || return 0 # not started yet: run_recipe checks stop_asked
     ranks=$(rank_pids "$1")
     if [[ -n $ranks ]]; then
-        # shellcheck disable=SC2086  # one word a process id
+        # shellcheck disable=SC2086  # one word per process id
         kill -TERM $ranks 2>/dev/null || true
     else
-        kill -TERM "$1" 2>/dev/null || true # in its first moment it has no session of its own yet
+        kill -TERM "$1" 2>/dev/null || true # right after its start it is not yet in a session of its own
         end_session "$1"
     fi
     echo "asking the ranks to save and stop" >&2 || true # the terminal may be closed
 }
 
-# The job runs in a session of its own, so what is left of it can be found and ended.
+# Ends all that is left of a job, which runs in a session of its own.
 end_session() {
     pkill -TERM -s "$1" 2>/dev/null || return 0
     for _ in $(seq 50); do
@@ -106,20 +122,16 @@ end_session() {
     pkill -KILL -s "$1" 2>/dev/null || true
 }
 
-# DeepSpeed's runner exits 0 after some deaths of its children: only the first rank's own word counts.
+# Prints the exit code of a job whose last process exited with CODE. DeepSpeed's runner may exit with 0 although its
+# ranks were killed, so only what rank 0 reported in AUDIO_FINETUNE_OUTCOME counts; without that the job failed.
 final_code() {
-    local scratch=$1 code=$2 outcome
-    outcome=$(cat "$scratch/outcome" 2>/dev/null || echo none)
-    rm -rf "$scratch"
-    case $outcome in
-        none) ((code)) || code=1 ;;
-        *) code=$outcome ;;
-    esac
-    echo "$code"
+    local code=$1
+    if [[ -s $AUDIO_FINETUNE_OUTCOME ]]; then cat "$AUDIO_FINETUNE_OUTCOME"; else echo "$((code ? code : 1))"; fi
+    rm -rf "$(dirname "$AUDIO_FINETUNE_OUTCOME")"
 }
 
 run_recipe() {
-    local recipe=$1 ranks="" ranks_given arguments=() placement=() gpus scratch port runner="" code=0
+    local recipe=$1 ranks="" ranks_given arguments=() placement=() gpus port runner="" code=0
     shift
     while (($#)); do
         case $1 in
@@ -137,23 +149,23 @@ run_recipe() {
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + ranks - 1) / ranks))}
         placement=(--num_accelerators "$ranks")
     elif [[ -n $ranks && -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
-        # A number of GPUs would make DeepSpeed forget CUDA_VISIBLE_DEVICES and take the first ones of the machine.
+        # With a number of GPUs, DeepSpeed would ignore CUDA_VISIBLE_DEVICES and take the first GPUs of the machine.
         placement=(--include "localhost:$(cut -d, -f"1-$ranks" <<<"$CUDA_VISIBLE_DEVICES")")
     elif [[ -n $ranks ]]; then
         placement=(--num_accelerators "$ranks")
     fi
     export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1 PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+    AUDIO_FINETUNE_OUTCOME=$(mktemp -d)/outcome # under SLURM on the first node, where rank 0 is
+    export AUDIO_FINETUNE_OUTCOME
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         run_in_slurm "$recipe" "${ranks_given:-${SLURM_NTASKS_PER_NODE:-$((gpus ? gpus : 1))}}" "${arguments[@]}"
         return
     fi
-    scratch=$(mktemp -d)
-    export AUDIO_FINETUNE_OUTCOME=$scratch/outcome
 
     port=$(free_port)
     stop_asked=""
     trap 'ask_to_stop "$runner"' TERM INT USR1 HUP
-    # The shell would let it ignore SIGINT, as it does with everything in the background.
+    # bash makes background commands ignore SIGINT; env undoes that.
     env --default-signal=INT setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" --master_port "$port" \
         "$root/finetune/$recipe.py" "${arguments[@]}" &
     runner=$!
@@ -163,7 +175,7 @@ run_recipe() {
         code=0
         wait "$runner" || code=$?
     done
-    # Signals can end the runner or the launcher and spare the ranks, which notice it, save and end by themselves.
+    # A signal can end the runner or the launcher but not the ranks: they notice, save and exit on their own.
     for _ in $(seq 6000); do
         [[ -n $(rank_pids "$runner") ]] || break
         sleep 0.1
@@ -171,37 +183,36 @@ run_recipe() {
     trap - TERM INT USR1 HUP
     end_session "$runner"
 
-    return "$(final_code "$scratch" "$code")"
+    return "$(final_code "$code")"
 }
 
 # ---- SLURM -------------------------------------------------------------------------------------------------------
 
-# One task a rank on every node, by srun: no ssh, and SLURM itself ends all of them when one fails.
+# Runs a recipe inside a SLURM job, one srun task per rank: no ssh, and SLURM ends all ranks when one fails.
 run_in_slurm() {
-    local recipe=$1 per_node=$2 first step="" code=0 scratch stop_asked=""
+    local recipe=$1 per_node=$2 first step="" code=0 stop_asked=""
     shift 2
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     MASTER_ADDR=$(scontrol show node "$first" --oneliner | grep -oP ' NodeAddr=\K\S+')
     export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-    # A requeued job keeps its id: with the same run folder it goes on. An --out of the user's comes later and wins.
+    # A requeued job keeps its id, so it finds its run folder and resumes. The user's --out comes later and wins.
     set -- --out "$root/runs/$recipe-$SLURM_JOB_ID" "$@"
-    scratch=$(mktemp -d) # on the first node, where the first rank is
-    export AUDIO_FINETUNE_OUTCOME=$scratch/outcome
 
     trap 'stop_asked=1; echo "asking the ranks to save and stop" >&2 || true' USR1 TERM
+    # --overcommit: without --ntasks-per-node a job gets one core per node, and srun would refuse more tasks than cores.
     # shellcheck disable=SC2016  # the variables of each task, not of this script
-    # --overcommit: without --ntasks-per-node the job owns one core a node, which is no reason to refuse its GPUs.
-    srun --ntasks="$((per_node * SLURM_JOB_NUM_NODES))" --ntasks-per-node="$per_node" --overcommit --kill-on-bad-exit=1 --wait=60 bash -c '
-        trap "" USR1 # would kill a rank that is still starting
-        export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_SIZE=$1
-        shift
-        exec "$@"' bash "$per_node" "$venv/bin/python" -u "$root/finetune/$recipe.py" "$@" &
+    srun --ntasks="$((per_node * SLURM_JOB_NUM_NODES))" --ntasks-per-node="$per_node" --overcommit \
+        --kill-on-bad-exit=1 --wait=60 bash -c '
+            trap "" USR1 # would kill a rank that is still starting
+            export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_SIZE=$1
+            shift
+            exec "$@"' bash "$per_node" "$venv/bin/python" "$root/finetune/$recipe.py" "$@" &
     step=$!
     while kill -0 "$step" 2>/dev/null; do
         if [[ -z $stop_asked ]]; then
             wait "$step" || code=$? # or until a signal comes
         else
-            kill -USR1 "$step" 2>/dev/null || true # again and again, until all ranks listen
+            kill -USR1 "$step" 2>/dev/null || true # repeated until all ranks have installed their handlers
             sleep 2
         fi
     done
@@ -210,7 +221,7 @@ run_in_slurm() {
         wait "$step" || code=$?
     fi
     trap - USR1 TERM
-    code=$(final_code "$scratch" "$code")
+    code=$(final_code "$code")
     if ((code == 75)); then
         echo "requeueing job $SLURM_JOB_ID"
         scontrol requeue "$SLURM_JOB_ID"
@@ -218,11 +229,11 @@ run_in_slurm() {
     return "$code"
 }
 
-# A task of an array encodes its part. What was finished is on disk: a task that has to stop starts again.
+# Encodes one array task's share. Finished clips are on disk, so a task that reaches its time limit is requeued.
 encode_in_slurm() {
     local encoder="" code=0 job=$SLURM_JOB_ID
     if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
-        job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one task has the id of the whole array
+        job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # one of the tasks has the id of the whole array
         # shellcheck disable=SC2153  # SLURM's own names
         set -- "$@" --shard "$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN))/$SLURM_ARRAY_TASK_COUNT"
     fi
@@ -253,7 +264,7 @@ submit() {
         echo "job $job: output in $PWD/slurm-${job}_*.out"
         [[ " ${options[*]}" == *" --array"* ]] || return 0
         job=$(sbatch --parsable --dependency="afterok:$job" --kill-on-invalid-dep=yes "$script" "$@" --merge)
-        echo "job $job joins what they made: output in $PWD/slurm-$job.out"
+        echo "job $job merges their parts: output in $PWD/slurm-$job.out"
         return
     fi
     job=$(sbatch --parsable "${options[@]}" "$script" "$@")
@@ -266,12 +277,9 @@ submit() {
 command=${1:-help}
 (($#)) && shift
 case $command in
-    help | -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$script" ;;
+    help | -h | --help) sed -n '2,/^#$/s/^# \{0,1\}//p' "$script" ;;
     setup)
-        if [[ ${1:-} == --with-slurm ]]; then
-            command -v apt-get >/dev/null || fail "--with-slurm needs Debian's apt-get."
-            (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge) >/dev/null
-        fi
+        if [[ ${1:-} == --with-slurm ]]; then install_slurm; fi
         setup
         echo "ready: $venv"
         ;;
@@ -285,13 +293,18 @@ case $command in
         exec "$venv/bin/python" -m pytest "$@"
         ;;
     slurm) submit "$@" ;;
-    encode | check)
+    encode | decode | check | pairs | pair_speakers | score)
         setup
         if [[ -n ${SLURM_JOB_ID:-} && $command == encode ]]; then
             encode_in_slurm "$@"
             exit
         fi
         exec "$venv/bin/python" "$root/data/$command.py" "$@"
+        ;;
+    speak | generate | enhance | diagnose | convert | report)
+        setup
+        if (($(count_gpus) == 0)); then export DS_ACCELERATOR=cpu; fi
+        exec "$venv/bin/python" "$root/finetune/infer/dispatch.py" "$command" "$@"
         ;;
     *)
         [[ -f $root/finetune/$command.py ]] || fail "no command or recipe '$command'; ./launch.sh help lists them."

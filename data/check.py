@@ -1,11 +1,11 @@
-"""Look at a dataset before training on it.
+"""Check a dataset before training on it.
 
     python data/check.py tokens/train tokens/eval
     python data/check.py tokens/train --listen 5 --codec-weights descript/dac_44khz
 
-Prints hours, lengths, speakers, texts and everything that training would refuse (exit code 1). Several
-datasets are also compared: the same sound in two splits is a leak. A picture of the lengths and the sounds
-to listen to go to DIR.check.
+Prints hours, lengths, speakers and texts, and every problem that training would refuse (exit code 1). Several
+datasets are also compared: the same audio in two splits is a leak. A plot of the lengths and the clips to listen
+to are written to DIR.check.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UsageError, run
+from lib.errors import UserError, run
 
-CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")  # tabs and line ends become blanks, NUL is dropped
-NAMED = 5  # how many ids a line names
-CHARACTERS_PER_SECOND = (2, 40)  # outside: text and sound hardly belong together
+CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")  # not tabs and line ends (become blanks) or NUL (dropped)
+MAX_NAMES = 5  # ids printed per line
+CHARACTERS_PER_SECOND = (2, 40)  # outside this range, the text probably belongs to other audio
 TEXT_BYTES = {"dac": 1024}  # Dia's text encoder
-FRAMES = {"dac": 3056}  # Dia's decoder inputs, 3072, less the longest delay and BOS
+FRAMES = {"dac": 3056}  # Dia's decoder positions, 3072, minus the longest delay and BOS
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -31,9 +31,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("datasets", nargs="+", type=Path, metavar="DIR", help="datasets of encode.py or pairs.py")
-    add("--listen", type=int, default=0, metavar="K", help="write K evenly spread items as wav (default: 0)")
-    add("--codec-weights", metavar="PATH_OR_ID", help="codec for --listen (default: the one in dataset.json)")
+    add("datasets", nargs="+", type=Path, metavar="DIR", help="datasets made by encode.py or pairs.py")
+    add("--listen", type=int, default=0, metavar="K", help="write K evenly spaced clips as wav (default: 0)")
+    add("--codec-weights", metavar="PATH_OR_ID", help="codec for --listen (default: the one named in dataset.json)")
     return parser.parse_args(argv)
 
 
@@ -45,15 +45,15 @@ def main() -> int:
     for folder in args.datasets:
         info = store.open_dataset(folder)
         print(f"{folder}")
-        found = damaged_files(folder, info)
-        if not found:  # what a damaged file holds is not worth a look
-            look = look_at_pairs if info.get("kind") == "pairs" else look_at_tokens
-            found = look(folder, info, seen)
+        dataset_problems = damaged_files(folder, info)
+        if not dataset_problems:  # the rows of a damaged file are not worth checking
+            check_rows = check_pairs if info.get("kind") == "pairs" else check_tokens
+            dataset_problems = check_rows(folder, info, seen)
             if args.listen:
                 listen(folder, info, args.listen, args.codec_weights)
-        for problem in found:
+        for problem in dataset_problems:
             print(f"  PROBLEM {problem}")
-        problems += found
+        problems += dataset_problems
     print(f"{len(problems)} problems" if problems else "no problems")
     return 1 if problems else 0
 
@@ -69,22 +69,23 @@ def damaged_files(folder: Path, info: dict) -> list[str]:
         elif file.stat().st_size != entry["bytes"]:
             problems.append(f"{entry['name']} has {file.stat().st_size} bytes instead of {entry['bytes']}")
         elif store.hash_file(file) != entry["sha256"]:
-            problems.append(f"{entry['name']} is damaged: its SHA-256 is not that of dataset.json")
+            problems.append(f"{entry['name']} is damaged: its SHA-256 does not match dataset.json")
     return problems
 
 
 # ---------------------------------------------------------------- tokens
 
 
-def look_at_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
+def check_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
+    """Print what is in a token dataset and return its problems; `seen` holds the audio of earlier datasets."""
     from lib import store
 
     missing = {"codec", "sample_rate", "hop", "codebooks", "codebook_size", "channels", "rows"} - info.keys()
     missing |= {"id", "text", "codes", "frames"} - store.arrow_columns(folder, info).keys()
     if missing:
-        return [f"dataset.json or the columns lack {', '.join(sorted(missing))}"]
-    problems = defaultdict(list)  # what is wrong -> ids
-    notes = defaultdict(list)  # what training takes all the same -> ids
+        return [f"fields missing in dataset.json or columns missing in the files: {', '.join(sorted(missing))}"]
+    problems = defaultdict(list)  # what training refuses -> ids
+    notes = defaultdict(list)  # what is odd, but training accepts -> ids
     rate = info["sample_rate"] / info["hop"]
     seconds, ids, refs, splits = [], Counter(), {}, {}
     counts = {"speaker": Counter(), "lang": Counter(), "split": Counter()}
@@ -101,7 +102,7 @@ def look_at_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
             problems["without frames"].append(id)
             continue
         if len(codes) != frames * info["channels"]:
-            problems[f"without {info['channels']} codes a frame"].append(id)
+            problems[f"without {info['channels']} codes per frame"].append(id)
         low, high = min(low, codes.min()), max(high, codes.max())
         if codes.min() < 0 or codes.max() >= info["codebook_size"]:
             problems[f"with codes outside 0..{info['codebook_size'] - 1}"].append(id)
@@ -111,47 +112,52 @@ def look_at_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
         if size > TEXT_BYTES.get(info["codec"], size):
             problems[f"with a text over {TEXT_BYTES[info['codec']]} bytes"].append(id)
         if frames > FRAMES.get(info["codec"], frames):
-            problems[f"longer than {FRAMES[info['codec']]} frames (trained on only with --over-long)"].append(id)
+            problems[f"longer than {FRAMES[info['codec']]} frames (training needs --over-long)"].append(id)
         if CONTROL.search(text):
             problems["with a control character in the text"].append(id)
         if not text:
-            problems["without text (trained on only with --allow-empty-text)"].append(id)
+            problems["without text (training needs --allow-empty-text)"].append(id)
         elif not CHARACTERS_PER_SECOND[0] <= len(text) / length <= CHARACTERS_PER_SECOND[1]:
-            notes["outside {} to {} characters a second".format(*CHARACTERS_PER_SECOND)].append(id)
-        remember_content(codes, (folder, id, row.get("split")), seen, problems, notes)
-    problems["with an id that others have too"] = [id for id, count in ids.items() if count > 1]
+            notes["outside {} to {} characters per second".format(*CHARACTERS_PER_SECOND)].append(id)
+        compare_content(codes, (folder, id, row.get("split")), seen, problems, notes)
+    problems["with a duplicate id"] = [id for id, count in ids.items() if count > 1]
     for id, ref in refs.items():
         if ref and (ref not in ids or ref == id or splits[ref] != splits[id]):
-            problems["whose reference is missing, itself, or of another split"].append(id)
+            problems["whose reference is missing, the clip itself, or in another split"].append(id)
     weights = f"weights {info.get('weights')} ({(info.get('weights_sha256') or 'unknown')[:12]})"
     print(f"  codec {info['codec']}, {info['sample_rate']} Hz, {rate:.4g} frames/s, {info['channels']} channels")
     print(f"  {weights}")
-    print(
-        f"  {sum(ids.values())} clips, {sum(seconds) / 3600:.3f} h, codes {low} to {high}, texts to {text_bytes} bytes"
-    )
+    hours = sum(seconds) / 3600
+    print(f"  {sum(ids.values())} clips, {hours:.3f} h, codes {low} to {high}, texts up to {text_bytes} bytes")
     for name, counter in counts.items():
         if counter:
-            most = ", ".join(f"{value} {count}" for value, count in counter.most_common(NAMED))
-            more = ", ..." if len(counter) > NAMED else ""
+            most = ", ".join(f"{value} {count}" for value, count in counter.most_common(MAX_NAMES))
+            more = ", ..." if len(counter) > MAX_NAMES else ""
             print(f"  {name}: {len(counter)} ({most}{more})")
     return report(folder, seconds, problems, notes, sum(ids.values()), info["rows"])
 
 
-def remember_content(samples: np.ndarray, place: tuple, seen: dict, problems: dict, notes: dict) -> None:
-    """The same sound twice is a waste within a split, and a leak between two."""
-    folder, id, split = seen.setdefault(hashlib.sha256(samples.tobytes()).digest(), place)
-    if (folder, id) == place[:2]:
+def compare_content(content: np.ndarray, clip: tuple, seen: dict, problems: dict, notes: dict) -> None:
+    """Find duplicates: the same audio twice is a waste within one split, and a leak across two.
+
+    `clip`: (dataset folder, id, split). `seen`: hash of the content -> the first such clip.
+    """
+    folder, id, split = clip
+    first_folder, first_id, first_split = seen.setdefault(hashlib.sha256(content.tobytes()).digest(), clip)
+    if (first_folder, first_id) == (folder, id):
         return
-    if (folder, split) == (place[0], place[2]):
-        notes["with the sound of another clip"].append(f"{place[1]} = {id}")
+    if (first_folder, first_split) == (folder, split):
+        notes["with the same audio as another clip"].append(f"{id} = {first_id}")
     else:
-        problems["with the sound of a clip of another split"].append(f"{place[1]} = {id} of {split or folder}")
+        where = first_split or first_folder
+        problems["with the same audio as a clip in another split"].append(f"{id} = {first_id} in {where}")
 
 
 # ---------------------------------------------------------------- pairs
 
 
-def look_at_pairs(folder: Path, info: dict, seen: dict) -> list[str]:
+def check_pairs(folder: Path, info: dict, seen: dict) -> list[str]:
+    """Print what is in a dataset of noisy/clean pairs and return its problems."""
     from lib import store
 
     problems, notes = defaultdict(list), defaultdict(list)
@@ -160,85 +166,89 @@ def look_at_pairs(folder: Path, info: dict, seen: dict) -> list[str]:
         ids[row["id"]] += 1
         clean, noisy = row["clean"], row["noisy"]
         if not len(clean) or len(clean) != len(noisy) or len(clean) != row["samples"]:
-            problems["whose lengths do not fit"].append(row["id"])
+            problems["that are empty or whose noisy and clean lengths differ"].append(row["id"])
             continue
         seconds.append(len(clean) / info["sample_rate"])
         clipped += bool(np.mean(np.abs(noisy.astype(np.int32)) >= 32767) > 0.001)
         if np.array_equal(clean, noisy):
-            notes["whose noisy side is the clean one"].append(row["id"])
-        remember_content(clean, (folder, row["id"], None), seen, problems, notes)
-    problems["with an id that others have too"] = [id for id, count in ids.items() if count > 1]
-    print(f"  pairs at {info['sample_rate']} Hz, {len(ids)} of them, {sum(seconds) / 3600:.3f} h, {clipped} clipped")
+            notes["whose noisy side equals the clean one"].append(row["id"])
+        compare_content(clean, (folder, row["id"], None), seen, problems, notes)
+    problems["with a duplicate id"] = [id for id, count in ids.items() if count > 1]
+    print(f"  {len(ids)} pairs at {info['sample_rate']} Hz, {sum(seconds) / 3600:.3f} h, {clipped} clipped")
     return report(folder, seconds, problems, notes, sum(ids.values()), info["rows"])
 
 
-# ---------------------------------------------------------------- what they share
+# ---------------------------------------------------------------- summary
 
 
 def report(folder: Path, seconds: list[float], problems: dict, notes: dict, rows: int, expected: int) -> list[str]:
-    lines = [f"{len(ids)} clips {what}: {named(ids)}" for what, ids in problems.items() if ids]
+    """Print notes and lengths; returns the problems, one line each."""
+    lines = [f"{len(ids)} clips {what}: {first_ids(ids)}" for what, ids in problems.items() if ids]
     if rows != expected:
-        lines.append(f"dataset.json says {expected} rows, the files hold {rows}")
+        lines.append(f"dataset.json lists {expected} rows, but the files have {rows}")
     for what, ids in notes.items():
-        print(f"  note: {len(ids)} clips {what}: {named(ids)}")
+        print(f"  note: {len(ids)} clips {what}: {first_ids(ids)}")
     if seconds:
-        histogram(folder, np.asarray(seconds))
+        show_lengths(folder, np.asarray(seconds))
     return lines
 
 
-def named(ids: list[str]) -> str:
-    return ", ".join(ids[:NAMED]) + (", ..." if len(ids) > NAMED else "")
+def first_ids(ids: list[str]) -> str:
+    return ", ".join(ids[:MAX_NAMES]) + (", ..." if len(ids) > MAX_NAMES else "")
 
 
-def histogram(folder: Path, seconds: np.ndarray) -> None:
+def show_lengths(folder: Path, seconds: np.ndarray) -> None:
+    """Print a histogram of the lengths and write it to lengths.png."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     counts, edges = np.histogram(seconds, bins=10)
-    middle, tail = np.percentile(seconds, [50, 95])
-    print(f"  seconds: {seconds.min():.2f} to {seconds.max():.2f}, median {middle:.2f}, 95 % below {tail:.2f}")
+    median, long = np.percentile(seconds, [50, 95])
+    print(f"  seconds: {seconds.min():.2f} to {seconds.max():.2f}, median {median:.2f}, 95 % below {long:.2f}")
     for count, start, end in zip(counts, edges, edges[1:], strict=False):
         print(f"  {start:8.2f} to {end:8.2f} s {count:8d} {'#' * round(40 * count / counts.max())}")
     figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
     axes.hist(seconds, bins=50)
     axes.set(xlabel="seconds", ylabel="clips", title=f"{folder.name}: {len(seconds)} clips")
-    figure.savefig(side_folder(folder) / "lengths.png", dpi=100)
+    figure.savefig(check_folder(folder) / "lengths.png", dpi=100)
     pyplot.close(figure)
 
 
-def side_folder(folder: Path) -> Path:
+def check_folder(folder: Path) -> Path:
+    """DIR.check, next to the dataset."""
     path = folder.absolute().with_name(folder.absolute().name + ".check")
     path.mkdir(exist_ok=True)
     return path
 
 
 def listen(folder: Path, info: dict, count: int, weights: str | None) -> None:
+    """Write `count` evenly spaced clips as wav files."""
     from decode import decode_codes, write_wav
 
     from lib import store
 
-    chosen = set(np.linspace(0, info["rows"] - 1, min(count, info["rows"])).round().astype(int).tolist())
+    numbers = set(np.linspace(0, info["rows"] - 1, min(count, info["rows"])).round().astype(int).tolist())
     codec = None
     if info.get("kind") != "pairs":
         from lib.codec import find_weights, hash_weights, load_codec
 
         if not (weights or info.get("weights")):
-            raise UsageError("--listen needs --codec-weights: the dataset does not know its codec's weights")
+            raise UserError("--listen needs --codec-weights: dataset.json does not name the codec's weights")
         path = find_weights(weights or info["weights"])
         if info.get("weights_sha256") not in (None, hash_weights(path)):
-            raise UsageError(f"--codec-weights {weights or info['weights']} are not those that made {folder}")
+            raise UserError(f"--codec-weights {weights or info['weights']} are not the weights that made {folder}")
         codec = load_codec(path)
     for number, row in enumerate(store.read_rows(folder, info)):
-        if number in chosen:
+        if number in numbers:
             name = f"{number:06d}-" + "".join(c if c.isalnum() or c in "-_" else "_" for c in row["id"])[:80]
             if codec:
                 wave = decode_codes(codec, row["codes"].reshape(-1, info["channels"]), row["id"])
             else:
                 wave = np.stack([row["noisy"], row["clean"]]) / 32768  # left noisy, right clean
-            write_wav(side_folder(folder) / f"{name}.wav", wave, info["sample_rate"])
-            print(f"  {side_folder(folder) / name}.wav: {row.get('text', 'left noisy, right clean')}")
+            write_wav(check_folder(folder) / f"{name}.wav", wave, info["sample_rate"])
+            print(f"  {check_folder(folder) / name}.wav: {row.get('text', 'left noisy, right clean')}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Codes -> sound and picture: FILE.npy becomes FILE.wav and FILE.png beside it.
+"""Decode codec tokens to audio: FILE.npy becomes FILE.wav and a spectrogram, FILE.png, in the same folder.
 
     python data/decode.py --codec-weights descript/dac_44khz samples/step-100.npy
     python data/decode.py --codec-weights DIR --tensorboard runs/a --step 100 samples/*.npy
 
-FILE.npy holds integers of shape (T, C): C codebooks, or twice as many for stereo (L block, then R block).
-Training never loads a codec: it writes .npy files and starts this script in another process.
+FILE.npy holds integers of shape (T, C), where C is the number of codebooks, or twice that for stereo (all of the left
+channel, then all of the right). Training never loads a codec: it writes .npy files and runs this command in another
+process.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from lib.errors import UsageError, run
+from lib.errors import UserError, run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -20,7 +21,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE.npy")
+    add("files", nargs="+", type=Path, metavar="FILE.npy", help="codes to decode")
     add(
         "--codec-weights",
         required=True,
@@ -31,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--tensorboard",
         type=Path,
         metavar="DIR",
-        help="also add sound and picture to event files in this folder",
+        help="also log audio and spectrograms to TensorBoard event files in this folder",
     )
     add("--step", type=int, default=0, help="step of the TensorBoard entries (default: 0)")
     return parser.parse_args(argv)
@@ -42,52 +43,52 @@ def main() -> None:
     arrays = {file: read_codes(file) for file in args.files}
     for file, codes in arrays.items():
         if not len(codes):
-            print(f"{file}: 0 frames, no sound to write")
+            print(f"{file}: 0 frames, no audio to write")
     arrays = {file: codes for file, codes in arrays.items() if len(codes)}
     if not arrays:
         return
     from lib.codec import find_weights, load_codec
 
     codec = load_codec(find_weights(args.codec_weights))
-    sounds = {file: decode_codes(codec, codes, str(file)) for file, codes in arrays.items()}
-    for file, wave in sounds.items():
+    waves = {file: decode_codes(codec, codes, str(file)) for file, codes in arrays.items()}
+    for file, wave in waves.items():
         write_wav(file.with_suffix(".wav"), wave, codec.sample_rate)
         write_spectrogram(file.with_suffix(".png"), wave, codec.sample_rate)
-        add_facts(file.with_suffix(".json"), wave, codec.sample_rate)
+        add_audio_facts(file.with_suffix(".json"), wave, codec.sample_rate)
         print(f"{file.with_suffix('.wav')}: {wave.shape[1] / codec.sample_rate:.2f} s")
     if args.tensorboard:
-        add_to_tensorboard(args.tensorboard, args.step, sounds, codec.sample_rate)
+        add_to_tensorboard(args.tensorboard, args.step, waves, codec.sample_rate)
 
 
 def read_codes(file: Path):
+    """(T, C) integers; nothing is unpickled."""
     import numpy as np
 
     try:
         codes = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"cannot read {file} as a plain .npy array: {error}") from None
+        raise UserError(f"cannot read {file} as a plain .npy array: {error}") from None
     if not isinstance(codes, np.ndarray) or codes.ndim != 2 or codes.dtype.kind not in "iu":
-        raise UsageError(f"{file} must hold integers of shape (frames, channels)")
+        raise UserError(f"{file} must hold integers of shape (frames, channels)")
     return codes
 
 
 def decode_codes(codec, codes, name: str):
-    """(T, C) integers -> (1 or 2, n) float32 samples within -1 and 1."""
+    """(T, C) integers -> (1 or 2, n) float32 samples in -1..1."""
     import numpy as np
     import torch
 
-    channels = codes.shape[1]
-    if channels not in (codec.codebooks, 2 * codec.codebooks):
-        raise UsageError(
-            f"{name} has {channels} channels; this codec has {codec.codebooks} codebooks "
-            f"({2 * codec.codebooks} channels for stereo)"
+    if codes.shape[1] not in (codec.codebooks, 2 * codec.codebooks):
+        raise UserError(
+            f"{name} has {codes.shape[1]} channels, but this codec needs {codec.codebooks}, "
+            f"or {2 * codec.codebooks} for stereo"
         )
     if codes.min() < 0 or codes.max() >= codec.codebook_size:
         bad = codes.min() if codes.min() < 0 else codes.max()
-        raise UsageError(f"{name} has the code {bad}; codes of this codec are 0 to {codec.codebook_size - 1}")
+        raise UserError(f"{name} has code {bad}, but this codec's codes are 0 to {codec.codebook_size - 1}")
     codes = torch.from_numpy(codes.astype(np.int64))
-    sides = [codec.decode(side.contiguous()) for side in codes.split(codec.codebooks, dim=1)]
-    return torch.stack(sides).clamp(-1, 1).numpy()
+    channels = [codec.decode(block.contiguous()) for block in codes.split(codec.codebooks, dim=1)]
+    return torch.stack(channels).clamp(-1, 1).numpy()
 
 
 def write_wav(file: Path, wave, rate: int) -> None:
@@ -116,8 +117,8 @@ def write_spectrogram(file: Path, wave, rate: int) -> None:
     temporary.rename(file)
 
 
-def add_facts(file: Path, wave, rate: int) -> None:
-    """Completes the facts that training wrote beside the codes with what only the sound can tell."""
+def add_audio_facts(file: Path, wave, rate: int) -> None:
+    """Add silence and clipping to the .json that training wrote next to the codes, if there is one."""
     import numpy as np
 
     from lib.store import write_json
@@ -126,7 +127,7 @@ def add_facts(file: Path, wave, rate: int) -> None:
         return
     size = rate // 50  # 20 ms
     windows = np.pad(wave.mean(axis=0), (0, -wave.shape[1] % size)).reshape(-1, size)
-    silent = np.sqrt((windows**2).mean(axis=1)) < 10 ** (-50 / 20)  # below -50 dB of full scale
+    silent = np.sqrt((windows**2).mean(axis=1)) < 10 ** (-50 / 20)  # -50 dBFS
     edges = np.flatnonzero(np.diff(np.concatenate([[0], silent, [0]]).astype(int)))
     longest = (edges[1::2] - edges[::2]).max() * size / rate if len(edges) else 0.0
     facts = {"silent": float(silent.mean()), "longest_silence": float(longest)}
@@ -134,15 +135,15 @@ def add_facts(file: Path, wave, rate: int) -> None:
     write_json(file, json.loads(file.read_text(encoding="utf-8")) | facts)
 
 
-def add_to_tensorboard(folder: Path, step: int, sounds: dict, rate: int) -> None:
+def add_to_tensorboard(folder: Path, step: int, waves: dict, rate: int) -> None:
     import numpy as np
     from PIL import Image
     from torch import from_numpy
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(folder) as writer:
-        for file, wave in sounds.items():
-            # TensorBoard's audio is mono here: torch's writer takes one channel.
+        for file, wave in waves.items():
+            # Mixed to mono: torch's writer takes one channel.
             writer.add_audio(f"samples/{file.stem}", from_numpy(wave.mean(axis=0)), step, sample_rate=rate)
             picture = np.asarray(Image.open(file.with_suffix(".png")).convert("RGB"))
             writer.add_image(f"spectrograms/{file.stem}", picture, step, dataformats="HWC")

@@ -1,9 +1,10 @@
-"""Demo assets without a download, all deterministic; a finished folder is recognised and reused at once.
+"""Build the demo: a synthetic corpus and tiny models, deterministic and without a download.
 
     python data/demo.py --out demo
     python data/demo.py --out demo-higgs --model higgs
+    python data/demo.py --out demo-pairs --model pairs
 
-demos/<model>.py says what is in the folder.
+The docstring of data/demos/<model>.py lists what is in the folder. A folder that is up to date is reused.
 """
 
 import argparse
@@ -14,19 +15,24 @@ import shutil
 import time
 from pathlib import Path
 
-from lib.errors import UsageError, run
+from lib.errors import UserError, run
 from lib.store import locked, sync_folder, versions, write_json
 
-MODELS = ("dia", "higgs", "mot", "cmgan", "diffusion_buffer")  # demos/<model>.py has build_parts(folder, final)
+HERE = Path(__file__).resolve().parent
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--out", required=True, type=Path, help="folder to make")
-    parser.add_argument("--model", choices=MODELS, default="dia", help="whose assets (default: dia)")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the demo")
+    parser.add_argument("--model", choices=find_models(), default="dia", help="which demo to build (default: dia)")
     return parser.parse_args(argv)
+
+
+def find_models() -> list[str]:
+    """Every demos/<model>.py that defines build_parts(folder, final); read as text, because importing takes time."""
+    return [file.stem for file in sorted((HERE / "demos").glob("*.py")) if "\ndef build_parts(" in file.read_text()]
 
 
 def main() -> None:
@@ -35,7 +41,7 @@ def main() -> None:
 
 
 def ensure_demo(out: Path, model: str = "dia") -> Path:
-    """The demo folder, built unless it is there already; safe to call from several processes at once."""
+    """The demo folder, built if it is missing or outdated; several processes may call this at once."""
     out = out.absolute()
     key = demo_key(out, model)
     if read_key(out) == key:
@@ -44,9 +50,9 @@ def ensure_demo(out: Path, model: str = "dia") -> Path:
         if read_key(out) == key:
             return out
         if out.exists() and read_key(out) is None and any(out.iterdir()):
-            raise UsageError(f"{out} exists and is no demo folder: give another path or remove it")
+            raise UserError(f"--out {out} exists and is not a demo folder: choose another path or remove it")
         begin = time.monotonic()
-        print(f"building the demo in {out} (once, about 15 s)", flush=True)
+        print(f"building the demo in {out} (only once, about 15 s)", flush=True)
         temporary = out.with_name(out.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         build(temporary, out, model)
@@ -59,11 +65,10 @@ def ensure_demo(out: Path, model: str = "dia") -> Path:
 
 
 def demo_key(out: Path, model: str) -> str:
-    """Changes with the code and libraries that make the demo, and with its place: the processor names it."""
-    here = Path(__file__).parent
+    """A hash of the code and libraries that build the demo, and of its path, which is stored in its files."""
     digest = hashlib.sha256(str(out).encode())
-    makers = [here / "demo.py", here / "encode.py", here / "pairs.py", *sorted((here / "lib").glob("*.py"))]
-    for file in [*makers, *sorted((here / "demos").glob("*.py"))]:
+    code = [HERE / "demo.py", HERE / "encode.py", HERE / "pairs.py", *sorted((HERE / "lib").glob("*.py"))]
+    for file in [*code, *sorted((HERE / "demos").glob("*.py"))]:
         digest.update(file.read_bytes())
     digest.update(json.dumps(versions("torch", "transformers", "datasets", "numpy")).encode())
     return digest.hexdigest()[:16]
@@ -79,7 +84,7 @@ def read_key(out: Path) -> str | None:
 def build(folder: Path, final: Path, model: str) -> None:
     import torch
 
-    # Threads only cost time on models this small, and on a busy machine minutes.
+    # Threads only slow down models this small, on a busy machine by minutes.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

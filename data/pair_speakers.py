@@ -1,10 +1,10 @@
-"""Voice cloning needs a reference for every target: choose one by speaker.
+"""Choose a reference clip by the same speaker for every clip, for voice cloning.
 
     python data/pair_speakers.py tokens/train --out tokens/train_pairs
 
-Adds the column `ref`: the id of another clip of the same speaker and the same split, 3 to 15 s long, with
-other sound than the target's. Which one depends on --seed and the target's id alone. Clips without a partner
-are left out, unless they are somebody's reference or --allow-no-ref keeps them (their `ref` is empty).
+Adds the column `ref`: the id of another clip by the same speaker in the same split, 3 to 15 s long, with different
+audio. The choice depends only on --seed and the clip's own id. Clips without a reference are left out, unless they
+are a reference themselves or --allow-no-ref is set (their `ref` is empty).
 """
 
 import argparse
@@ -14,7 +14,7 @@ import shutil
 from collections import defaultdict
 from pathlib import Path
 
-from lib.errors import UsageError, run
+from lib.errors import UserError, run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -22,12 +22,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("tokens", type=Path, help="a token dataset whose clips have speakers")
-    add("--out", required=True, type=Path, help="folder of the new token dataset")
-    add("--min-seconds", type=float, default=3.0, help="shortest reference (default: 3)")
-    add("--max-seconds", type=float, default=15.0, help="longest reference (default: 15)")
-    add("--seed", type=int, default=0)
-    add("--allow-no-ref", action="store_true", help="keep clips that have no possible reference")
+    add("tokens", type=Path, help="token dataset whose clips have speakers")
+    add("--out", required=True, type=Path, help="folder for the new token dataset")
+    add("--min-seconds", type=float, default=3.0, help="length of the shortest reference (default: 3)")
+    add("--max-seconds", type=float, default=15.0, help="length of the longest reference (default: 15)")
+    add("--seed", type=int, default=0, help="random seed for the choice of references (default: 0)")
+    add("--allow-no-ref", action="store_true", help="keep clips for which there is no reference")
     return parser.parse_args(argv)
 
 
@@ -37,22 +37,25 @@ def main() -> None:
     args = parse_args()
     info = store.open_dataset(args.tokens)
     if "codec" not in info:
-        raise UsageError(f"{args.tokens} is not a token dataset")
+        raise UserError(f"{args.tokens} is not a token dataset")
     columns = store.arrow_columns(args.tokens, info)
     if "speaker" not in columns:
-        raise UsageError(f"{args.tokens} has no speakers: give them in the manifest and encode again (takes no time)")
+        raise UserError(
+            f"{args.tokens} has no speakers: add them to the manifest and run data/encode.py again "
+            "(no clip is encoded twice)"
+        )
     out = args.out.absolute()
     if out.exists():
-        raise UsageError(f"--out {out} exists: give another path or remove it")
-    clips = [light(row, info) for row in store.read_rows(args.tokens, info)]
+        raise UserError(f"--out {out} already exists: choose another path or remove it")
+    clips = [summary(row, info) for row in store.read_rows(args.tokens, info)]
     refs = choose_references(clips, args.min_seconds, args.max_seconds, args.seed)
-    used = {ref for ref in refs.values() if ref}
-    keep = {id for id, ref in refs.items() if ref or args.allow_no_ref or id in used}
+    references = {ref for ref in refs.values() if ref}
+    keep = {id for id, ref in refs.items() if ref or args.allow_no_ref or id in references}
     paired = sum(bool(ref) for ref in refs.values())
     if not paired:
-        raise UsageError(
-            f"no clip of {args.tokens} has a reference: none shares its speaker and split with another clip of "
-            f"{args.min_seconds:g} to {args.max_seconds:g} s"
+        raise UserError(
+            f"no clip in {args.tokens} has a reference: it must be another clip by the same speaker in the same split, "
+            f"{args.min_seconds:g} to {args.max_seconds:g} s long (--min-seconds, --max-seconds)"
         )
     work = out.with_name(out.name + ".work")
     with store.clear_disk_errors(out), store.locked(work / "lock"):
@@ -66,7 +69,7 @@ def main() -> None:
             "settings": info["settings"] | {"pairing": pairing},
             "files": files,
         }
-        for name in ("key", "clips"):  # encode.py must not take this for its own output
+        for name in ("key", "clips"):  # so that encode.py does not mistake this for its own output
             info.pop(name, None)
         store.write_json(work / "dataset/dataset.json", info)
         store.publish(work / "dataset", out)
@@ -74,8 +77,8 @@ def main() -> None:
     print(f"{paired} of {len(clips)} clips have a reference, {len(clips) - len(keep)} left out; wrote {out}")
 
 
-def light(row: dict, info: dict) -> dict:
-    """What the choice needs to know of a clip."""
+def summary(row: dict, info: dict) -> dict:
+    """What the choice of references needs to know about a clip."""
     return {
         "id": row["id"],
         "voice": (row["speaker"], row.get("split")) if row["speaker"] else None,
@@ -85,17 +88,17 @@ def light(row: dict, info: dict) -> dict:
 
 
 def choose_references(clips: list[dict], shortest: float, longest: float, seed: int) -> dict[str, str | None]:
-    """id -> id of its reference, or None: never itself, never the same sound, never across splits."""
-    suitable = defaultdict(list)
+    """id -> id of its reference, or None; never the clip itself, never the same audio, never across splits."""
+    candidates_by_voice = defaultdict(list)
     for clip in sorted(clips, key=lambda clip: clip["id"]):
         if clip["voice"] and shortest <= clip["seconds"] <= longest:
-            suitable[clip["voice"]].append(clip)
+            candidates_by_voice[clip["voice"]].append(clip)
     refs = {}
     for clip in clips:
-        voices = suitable.get(clip["voice"], [])
+        candidates = candidates_by_voice.get(clip["voice"], [])
         digest = hashlib.blake2b(json.dumps([seed, clip["id"], "ref"]).encode(), digest_size=8).digest()
-        first = int.from_bytes(digest, "big") % max(1, len(voices))
-        ring = (voices[(first + step) % len(voices)] for step in range(len(voices)))
+        start = int.from_bytes(digest, "big") % max(1, len(candidates))
+        ring = (candidates[(start + step) % len(candidates)] for step in range(len(candidates)))
         refs[clip["id"]] = next((other["id"] for other in ring if other["content"] != clip["content"]), None)
     return refs
 

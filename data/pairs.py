@@ -1,13 +1,13 @@
-"""Noisy and clean speech -> aligned int16 pairs on disk, for the enhancers.
+"""Make noisy/clean pairs of speech for the enhancers, aligned int16 samples on disk.
 
     python data/pairs.py --clean train/clean --noisy train/noisy --out pairs/train
     python data/pairs.py --clean speech --noise noises --snr -5:15 --out pairs/mixed
     python data/pairs.py --dn-lm DN-LM/train --out pairs/drone
 
-Files belong together by their relative name without the suffix. Everything is mixed to mono and resampled
-once, here. With --noise every clean file gets a noise, a place in it and a level by a key of --seed and its
-name, so that the same command makes the same mixtures anywhere. --dn-lm takes the folders of DroneNoise-LibriMix,
-SAMPLE/vocals.wav and SAMPLE/mixture.wav.
+Noisy and clean files are matched by relative path without the suffix. Everything is mixed to mono and resampled once,
+here. With --noise, the noise file, the offset in it and the SNR depend only on --seed and the name of the clean file,
+so the same command makes the same mixtures anywhere. --dn-lm reads DroneNoise-LibriMix: folders with vocals.wav and
+mixture.wav.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UsageError, run
+from lib.errors import UserError, run
 from lib.sources import AUDIO_SUFFIXES, walk
 from lib.waveform import Reject, prepare, read_samples
 
@@ -37,13 +37,13 @@ COLUMNS = {"id": "string", "noisy": "int16 list", "clean": "int16 list", "sample
 class Pair:
     id: str
     clean: Path
-    other: Path | None  # the noisy file, or the noise to mix in; None: there is none
+    other: Path | None  # the noisy file, or the noise to mix in; None: missing
 
 
 @dataclass(frozen=True)
 class Settings:
     sample_rate: int
-    snr: tuple[float, float] | None  # None: the noisy files are given
+    snr: tuple[float, float] | None  # dB, lowest and highest; None: the noisy files are given
     seed: int
     min_seconds: float
 
@@ -54,29 +54,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--clean", type=Path, help="folder of clean speech")
-    add("--noisy", type=Path, help="folder with the same names, noisy")
-    add("--noise", type=Path, help="folder of noises to mix in, instead of --noisy")
+    add("--noisy", type=Path, help="folder of noisy speech with the same file names")
+    add("--noise", type=Path, help="folder of noise files to mix in, instead of --noisy")
     add("--dn-lm", type=Path, help="folder of folders with vocals.wav and mixture.wav, instead of --clean and --noisy")
-    add("--snr", type=snr_range, metavar="LO:HI", help="with --noise: signal-to-noise ratio in dB, such as -5:15")
-    add("--out", required=True, type=Path, help="folder of the dataset")
-    add("--sample-rate", type=int, default=16000, help="in Hz (default: 16000)")
-    add("--seed", type=int, default=0, help="of the mixtures (default: 0)")
-    add("--min-seconds", type=float, default=0.4, help="shorter clips are rejected (default: 0.4)")
-    add("--max-reject", type=float, default=0.01, help="share of rejects that is a success (default: 0.01)")
-    add("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))), help="processes (default: cores, up to 8)")
+    add("--snr", type=snr_range, metavar="LO:HI", help="with --noise: signal-to-noise range in dB, such as -5:15")
+    add("--out", required=True, type=Path, help="folder for the dataset")
+    add("--sample-rate", type=int, default=16000, help="sample rate in Hz (default: 16000)")
+    add("--seed", type=int, default=0, help="random seed for the mixtures (default: 0)")
+    add("--min-seconds", type=float, default=0.4, help="reject shorter clips (default: 0.4)")
+    add("--max-reject", type=float, default=0.01, help="exit with code 1 above this share of rejects (default: 0.01)")
+    workers = min(8, len(os.sched_getaffinity(0)))
+    add("--workers", type=int, default=workers, help="number of processes (default: CPU cores, at most 8)")
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "--snr" in argv[:-1]:  # argparse would take the minus of "--snr -5:15" for a flag
-        place = argv.index("--snr")
-        argv[place : place + 2] = [f"--snr={argv[place + 1]}"]
+    if "--snr" in argv[:-1]:  # argparse would read the -5 in "--snr -5:15" as a flag
+        index = argv.index("--snr")
+        argv[index : index + 2] = [f"--snr={argv[index + 1]}"]
     args = parser.parse_args(argv)
     if args.dn_lm and (args.clean or args.noisy or args.noise):
-        parser.error("--dn-lm takes the place of --clean, --noisy and --noise")
+        parser.error("--dn-lm cannot be used together with --clean, --noisy or --noise")
     if not args.dn_lm and not args.clean:
-        parser.error("give --clean, or --dn-lm")
+        parser.error("--clean or --dn-lm is needed")
     if not args.dn_lm and (args.noisy is None) == (args.noise is None):
-        parser.error("give either --noisy or --noise")
+        parser.error("--clean needs either --noisy or --noise")
     if (args.noise is None) != (args.snr is None):
-        parser.error("--noise and --snr belong together")
+        parser.error("--noise and --snr must be used together")
     return args
 
 
@@ -105,10 +106,10 @@ def main() -> int:
         store.restore_interrupted_publish(out)
         info = store.read_dataset_json(out)
         if info and info.get("kind") != "pairs":
-            raise UsageError(f"--out {out} holds another kind of dataset: give another path or remove it")
+            raise UserError(f"--out {out} holds another kind of dataset: choose another path or remove it")
         key = pairs_key(pairs, settings)
         if info and info["key"] == key:
-            print(f"nothing to do: {out} holds these {len(pairs)} pairs with these settings (cache hit)")
+            print(f"nothing to do: {out} already has these {len(pairs)} pairs with these settings (cache hit)")
             rejected = sum(1 for _ in store.read_jsonl(out / "rejects.jsonl"))
         else:
             rejected = write_pairs(pairs, settings, key, work, out, args.workers)
@@ -116,61 +117,66 @@ def main() -> int:
     if rejected:
         print(f"{rejected} of {len(pairs)} pairs rejected, see {out / 'rejects.jsonl'}")
     if rejected > args.max_reject * len(pairs):
-        share = f"{rejected / len(pairs):.1%} of the pairs rejected"
-        print(f"error: {share}, over --max-reject {args.max_reject:.1%}", file=sys.stderr)
+        print(
+            f"error: {rejected / len(pairs):.1%} of the pairs were rejected, over --max-reject {args.max_reject:.1%}: "
+            "fix or remove them, or raise it",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
 
-# ---------------------------------------------------------------- which files
+# ---------------------------------------------------------------- find the files
 
 
 def audio_files(folder: Path, flag: str) -> dict[str, Path]:
-    """id -> file; refuses two files of one name."""
+    """id -> file; refuses two files with the same id."""
     if not folder.is_dir():
-        raise UsageError(f"{flag} {folder} is not a folder")
+        raise UserError(f"{flag} {folder} is not a folder")
     files = {}
     for file in walk(folder):
         if file.suffix.lower() in AUDIO_SUFFIXES:
             id = file.relative_to(folder).with_suffix("").as_posix()
             if id in files:
-                raise UsageError(f"two files have the name {id}: {files[id]} and {file}")
+                raise UserError(f"two files have the id {id}: {files[id]} and {file}; rename one of them")
             files[id] = file
     if not files:
-        raise UsageError(f"no audio files found in {flag} {folder}")
+        raise UserError(f"no audio files found in {flag} {folder}")
     return files
 
 
 def find_pairs(clean: Path, noisy: Path) -> list[Pair]:
     clean_files, noisy_files = audio_files(clean, "--clean"), audio_files(noisy, "--noisy")
-    lonely = sorted(noisy_files.keys() - clean_files.keys())
-    if lonely:
-        print(f"{len(lonely)} noisy files have no clean one and are left out: {', '.join(lonely[:5])}")
+    unmatched = sorted(noisy_files.keys() - clean_files.keys())
+    if unmatched:
+        print(f"{len(unmatched)} noisy files have no clean file and are left out: {', '.join(unmatched[:5])}")
     return [Pair(id, file, noisy_files.get(id)) for id, file in sorted(clean_files.items())]
 
 
 def find_stems(folder: Path) -> list[Pair]:
-    """DroneNoise-LibriMix: the clean speech of a sample is its vocals, the noisy one its mixture."""
+    """DroneNoise-LibriMix: vocals.wav is the clean speech, mixture.wav the noisy speech."""
     files = audio_files(folder, "--dn-lm")
     names = sorted(name.rpartition("/")[0] for name in files if name.rpartition("/")[2] == "vocals")
     if not names:
-        raise UsageError(f"--dn-lm {folder} has no folders with vocals.wav and mixture.wav")
+        raise UserError(f"--dn-lm {folder} has no folders with vocals.wav and mixture.wav")
     return [Pair(name, files[f"{name}/vocals"], files.get(f"{name}/mixture")) for name in names]
 
 
 def find_mixtures(clean: Path, noise: Path, seed: int) -> list[Pair]:
+    """Every clean file with the noise file that is to be mixed in."""
     noises = sorted(audio_files(noise, "--noise").values())
     clean_files = audio_files(clean, "--clean")
     return [Pair(id, file, noises[keyed(seed, id, "noise", len(noises))]) for id, file in sorted(clean_files.items())]
 
 
 def keyed(seed: int, id: str, purpose: str, count: int) -> int:
-    """A number below `count` that depends on nothing but its key."""
+    """A number below `count` that depends only on seed, id and purpose."""
     digest = hashlib.blake2b(json.dumps([seed, id, purpose]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % count
 
 
 def pairs_key(pairs: list[Pair], settings: Settings) -> str:
+    """A hash that changes with any file or setting."""
     digest = hashlib.sha256(repr(settings).encode())
     for pair in pairs:
         for file in (pair.clean, pair.other):
@@ -179,20 +185,20 @@ def pairs_key(pairs: list[Pair], settings: Settings) -> str:
     return digest.hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- one pair
+# ---------------------------------------------------------------- make one pair
 
 
 def make_pair(pair: Pair, settings: Settings) -> dict:
-    """A row of the dataset, or the reason why there is none."""
+    """A row of the dataset, or a reject with its reason."""
     try:
         if pair.other is None:
-            raise Reject("no noisy file of this name")
+            raise Reject("no noisy file with this name")
         clean = read_mono(pair.clean, settings)
         if settings.snr:
             noisy = mix(clean, read_mono(pair.other, settings), pair.id, settings)
         else:
             noisy = read_mono(pair.other, settings)
-            if abs(len(clean) - len(noisy)) > 1:  # one sample is a resampler's rounding
+            if abs(len(clean) - len(noisy)) > 1:  # a difference of one sample comes from resampling
                 raise Reject(f"clean has {len(clean)} samples and noisy {len(noisy)}")
         samples = min(len(clean), len(noisy))
         noisy, clean = to_int16(noisy[:samples], clean[:samples])
@@ -214,7 +220,7 @@ def read_mono(file: Path, settings: Settings) -> np.ndarray:
 
 
 def mix(clean: np.ndarray, noise: np.ndarray, id: str, settings: Settings) -> np.ndarray:
-    """Clean plus a keyed stretch of the noise at a keyed level; a short noise goes round."""
+    """Clean speech plus noise, with keyed offset and SNR; a noise shorter than the speech is repeated."""
     low, high = settings.snr
     steps = 1 << 20
     snr = low + (high - low) * keyed(settings.seed, id, "snr", steps + 1) / steps
@@ -222,21 +228,22 @@ def mix(clean: np.ndarray, noise: np.ndarray, id: str, settings: Settings) -> np
     noise = np.take(noise, np.arange(start, start + len(clean)), mode="wrap")
     noise_power = np.mean(np.square(noise, dtype=np.float64))
     if noise_power == 0:
-        raise Reject("the noise is silent here")
+        raise Reject("the noise is silent at this offset")
     gain = np.sqrt(np.mean(np.square(clean, dtype=np.float64)) / noise_power / 10 ** (snr / 10))
     return clean + np.float32(gain) * noise
 
 
 def to_int16(*waves: np.ndarray) -> list[np.ndarray]:
-    """PCM; where one would clip, all are made quieter alike, so that their relation stays."""
+    """16-bit samples; if one wave would clip, all are scaled down alike, which keeps their ratio."""
     peak = max(1.0, *(np.abs(wave).max() for wave in waves))
     return [np.round(wave * (32767 / peak)).astype(np.int16) for wave in waves]
 
 
-# ---------------------------------------------------------------- all pairs
+# ---------------------------------------------------------------- write the dataset
 
 
 def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out: Path, workers: int) -> int:
+    """Make all pairs and write the dataset; returns the number of rejected pairs."""
     from tqdm import tqdm
 
     from lib import store
@@ -244,8 +251,8 @@ def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out
     rejects = []
 
     def rows() -> Iterator[dict]:
-        made = in_order(partial(make_pair, settings=settings), pairs, workers)
-        for row in tqdm(made, total=len(pairs), unit="pair", file=sys.stderr, mininterval=1.0):
+        results = in_order(partial(make_pair, settings=settings), pairs, workers)
+        for row in tqdm(results, total=len(pairs), unit="pair", file=sys.stderr, mininterval=1.0):
             if "reason" in row:
                 rejects.append(row)
             else:
@@ -255,7 +262,7 @@ def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out
     shutil.rmtree(folder, ignore_errors=True)
     files = store.write_dataset(folder, rows(), COLUMNS, sums=("samples",))
     if not files:
-        raise UsageError(f"every one of the {len(pairs)} pairs was rejected; the first: {rejects[0]['reason']}")
+        raise UserError(f"all {len(pairs)} pairs were rejected; the first: {rejects[0]['id']}: {rejects[0]['reason']}")
     store.write_jsonl(folder / "rejects.jsonl", rejects)
     info = {
         "format": 1,
@@ -280,8 +287,8 @@ def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out
 
 
 def in_order(function, items: list, workers: int) -> Iterator:
-    """Like map(), in `workers` processes, with few results waiting at a time."""
-    if workers == 1 or len(items) < 64:  # a process takes seconds to start
+    """Like map(), but in `workers` processes and with a bounded number of results in memory."""
+    if workers == 1 or len(items) < 64:  # starting a process takes seconds
         yield from map(function, items)
         return
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:

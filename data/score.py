@@ -1,13 +1,16 @@
-"""How well samples clone the voice and say the words, by models of your choice; nothing is downloaded.
+"""Score samples for voice similarity and word error rate, with models of your choice; nothing is downloaded.
 
     python data/score.py --references runs/NAME/samples/reference --similarity resemblyzer --wer pocketsphinx \\
         runs/NAME/samples/step-00000500/*.wav
 
---similarity: cosine of speaker embeddings of a sample and of the file of the same name in --references. `resemblyzer`
-brings its weights (pip install --no-deps resemblyzer webrtcvad-wheels); a folder holds an x-vector model as
-transformers saves it. --wer: word errors against "text" in the .json beside the sample. `pocketsphinx` brings a rough
-English one (pip install pocketsphinx); a folder holds a recogniser as transformers saves it, such as Whisper.
-What is found goes into those .json files, and as one JSON object into the last line of the output.
+--similarity: cosine similarity of the speaker embeddings of a sample and of the file with the same name in
+--references. `resemblyzer` includes its weights (pip install --no-deps resemblyzer webrtcvad-wheels); a folder must
+hold an x-vector model in transformers format.
+
+--wer: word error rate against "text" in the .json next to the sample. `pocketsphinx` includes a rough English model
+(pip install pocketsphinx); a folder must hold a speech recogniser in transformers format, such as Whisper.
+
+The scores are added to those .json files; the last line of the output has them all as one JSON object.
 """
 
 import argparse
@@ -17,9 +20,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from lib.errors import UsageError, run
+from lib.errors import UserError, run
 
-RATE = 16000  # of all the models here
+RATE = 16000  # Hz, the rate of all supported models
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -27,10 +30,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="WAV")
-    add("--references", type=Path, help="folder with a .wav of the same name a sample")
-    add("--similarity", metavar="NAME_OR_FOLDER", help="resemblyzer, or a folder with an x-vector model")
-    add("--wer", metavar="NAME_OR_FOLDER", help="pocketsphinx, or a folder with a speech recogniser")
+    add("files", nargs="+", type=Path, metavar="WAV", help="samples to score")
+    add("--references", type=Path, help="folder with one .wav per sample, of the same name")
+    add(
+        "--similarity",
+        metavar="NAME_OR_FOLDER",
+        help="speaker encoder: resemblyzer, or the folder of an x-vector model",
+    )
+    add("--wer", metavar="NAME_OR_FOLDER", help="speech recogniser: pocketsphinx, or the folder of a model")
     args = parser.parse_args(argv)
     if args.similarity and not args.references:
         parser.error("--similarity needs --references")
@@ -44,40 +51,40 @@ def main() -> None:
     from lib.store import write_json
     from lib.waveform import Reject
 
-    found = {}
+    scores = {}
     for file in args.files:
         try:
-            found[file.stem] = score(file, args.references, embed, recognise)
-        except Reject as reason:  # a sample can be silent, which is a result
-            found[file.stem] = {"unscored": str(reason)}
+            scores[file.stem] = score(file, args.references, embed, recognise)
+        except Reject as reason:  # a silent sample is a result too
+            scores[file.stem] = {"unscored": str(reason)}
 
     for file in args.files:
         facts = file.with_suffix(".json")
         if facts.is_file():
-            write_json(facts, json.loads(facts.read_text(encoding="utf-8")) | found[file.stem])
-    print(json.dumps(found))
+            write_json(facts, json.loads(facts.read_text(encoding="utf-8")) | scores[file.stem])
+    print(json.dumps(scores))
 
 
 def score(file: Path, references: Path | None, embed: Callable | None, recognise: Callable | None) -> dict:
-    facts, wave = {}, read(file)
+    scores, wave = {}, read_mono(file)
     if embed and (references / file.name).is_file():
-        facts["similarity"] = cosine(embed(wave), embed(read(references / file.name)))
-    beside = file.with_suffix(".json")
-    text = json.loads(beside.read_text(encoding="utf-8")).get("text", "") if beside.is_file() else ""
+        scores["similarity"] = cosine(embed(wave), embed(read_mono(references / file.name)))
+    facts = file.with_suffix(".json")
+    text = json.loads(facts.read_text(encoding="utf-8")).get("text", "") if facts.is_file() else ""
     if recognise and words(text):
-        facts["heard"] = recognise(wave)
-        facts["wer"] = word_errors(text, facts["heard"])
-    return facts
+        scores["heard"] = recognise(wave)
+        scores["wer"] = word_error_rate(text, scores["heard"])
+    return scores
 
 
-def read(file: Path):
+def read_mono(file: Path):
     """Mono samples at 16 kHz."""
     from lib.waveform import prepare, read_samples
 
     try:
         wave, rate = read_samples(file.read_bytes(), None, None)
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
     return prepare(wave, rate, RATE, False, 0.0, float("inf"))[0].numpy()
 
 
@@ -87,17 +94,17 @@ def cosine(a, b) -> float:
     return float(np.dot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
-# ---------------------------------------------------------------- speakers
+# ---------------------------------------------------------------- voice similarity
 
 
 def load_embedder(name: str) -> Callable:
-    """A function from samples to a vector."""
+    """A function from samples to a speaker embedding."""
     if name == "resemblyzer":
         try:
             from resemblyzer import VoiceEncoder, normalize_volume
         except ImportError:
             hint = "pip install --no-deps resemblyzer webrtcvad-wheels"
-            raise UsageError(f"--similarity resemblyzer is not installed: {hint}") from None
+            raise UserError(f"--similarity resemblyzer is not installed: {hint}") from None
         encoder = VoiceEncoder("cpu", verbose=False)
         return lambda wave: encoder.embed_utterance(normalize_volume(wave, -30, increase_only=True))
     import torch
@@ -112,63 +119,69 @@ def load_embedder(name: str) -> Callable:
     return embed
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- word error rate
 
 
 def load_recogniser(name: str) -> Callable:
-    """A function from samples to a text."""
+    """A function from samples to the recognised text."""
     if name == "pocketsphinx":
         try:
             from pocketsphinx import Decoder
         except ImportError:
-            raise UsageError("--wer pocketsphinx is not installed: pip install pocketsphinx") from None
+            raise UserError("--wer pocketsphinx is not installed: pip install pocketsphinx") from None
         decoder = Decoder(samprate=RATE, loglevel="FATAL")
 
-        def hear(wave) -> str:
+        def recognise(wave) -> str:
             decoder.start_utt()
             decoder.process_raw((wave.clip(-1, 1) * 32767).astype("int16").tobytes(), full_utt=True)
             decoder.end_utt()
             return decoder.hyp().hypstr if decoder.hyp() else ""
 
-        return hear
+        return recognise
     from transformers import AutoConfig, AutoModelForCTC, AutoModelForSpeechSeq2Seq, AutoProcessor, pipeline
 
-    folder(name, "--wer")
+    require_folder("--wer", name)
     encoder_decoder = AutoConfig.from_pretrained(name, local_files_only=True).is_encoder_decoder
-    kind = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCTC
-    model, processor = load_local("--wer", name, kind, AutoProcessor)
-    parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
-    transcribe = pipeline("automatic-speech-recognition", model=model, device="cpu", **parts)
+    model_class = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCTC
+    model, processor = load_local("--wer", name, model_class, AutoProcessor)
+    transcribe = pipeline(
+        "automatic-speech-recognition",
+        model=model,
+        tokenizer=processor.tokenizer,
+        feature_extractor=processor.feature_extractor,
+        device="cpu",
+    )
     return lambda wave: transcribe({"raw": wave, "sampling_rate": RATE})["text"]
 
 
 def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and without <tags> and [tags]."""
     return re.findall(r"[\w']+", re.sub(r"<[^>]*>|\[[^\]]*\]", " ", text.lower()))
 
 
-def word_errors(text: str, heard: str) -> float:
-    """Edit distance a word of the text."""
-    wanted, found = words(text), words(heard)
-    row = list(range(len(found) + 1))
-    for i, word in enumerate(wanted, 1):
+def word_error_rate(text: str, heard: str) -> float:
+    """Edit distance between the two, in words, divided by the number of words in `text`."""
+    text_words, heard_words = words(text), words(heard)
+    row = list(range(len(heard_words) + 1))
+    for i, word in enumerate(text_words, 1):
         above, row = row, [i]
-        for j, other in enumerate(found, 1):
+        for j, other in enumerate(heard_words, 1):
             row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (word != other)))
-    return row[-1] / len(wanted)
+    return row[-1] / len(text_words)
 
 
 def load_local(flag: str, name: str, model_class, processor_class) -> tuple:
-    folder(name, flag)
+    require_folder(flag, name)
     try:
         model = model_class.from_pretrained(name, local_files_only=True, use_safetensors=True)
         return model.eval(), processor_class.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{flag} {name} cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{flag} {name} cannot be loaded: {str(error).splitlines()[0]}") from None
 
 
-def folder(name: str, flag: str) -> None:
+def require_folder(flag: str, name: str) -> None:
     if not Path(name).is_dir():
-        raise UsageError(f"{flag} {name} is neither a known name nor a folder here")
+        raise UserError(f"{flag} {name} is neither a known name nor a local folder")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@
     deepspeed finetune/cmgan.py --ds ds_configs/zero2.json --model best_ckpt/ckpt --data pairs/train --hold-out p286 \\
         --lr 1e-4 --schedule cosine --warmup 500 --epochs 10 --out runs/tuned
 
-pairs/train is of data/pairs.py; --model takes the published generator, an export or a checkpoint of a run. Then:
+pairs/train is a dataset of noisy/clean pairs (data/pairs.py makes one). --model takes the published generator, an
+export or a checkpoint of a run. To use and to check the result:
 
-    python finetune/cmgan.py --enhance noisy_wavs --model runs/tuned/export --out enhanced
-    python finetune/cmgan.py --diagnose runs/tuned --eval-data pairs/valid
+    python finetune/infer/enhance.py --run runs/tuned --source noisy_wavs --out enhanced
+    python finetune/infer/diagnose.py --run runs/tuned
 
-On a laptop, in a minute, with the embedded demo:
+The embedded demo runs on a laptop in a minute:
 
     deepspeed finetune/cmgan.py --ds ds_configs/zero2.json --steps 20 --eval-every 0
 """
@@ -17,62 +18,74 @@ On a laptop, in a minute, with the embedded demo:
 import copy
 import dataclasses
 import functools
-import itertools
-import os
+import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.pair_flags import PairConfig
-from common.runtime import bar_codecs, catch_signals
+from common.runtime import catch_signals, forbid_codec_imports, world_size
 
-# ---- arguments -------------------------------------------------------------------------------------------------
+# ---- flags -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Config(PairConfig):
-    diagnose: str = flag("", "check this run, checkpoint or export instead of training", group="run", free=True)
-    epochs: float = flag(120.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
-    lr: float = flag(5e-4, "the generator's learning rate", group="schedule")
-    disc_lr_ratio: float = flag(2.0, "the discriminator's learning rate over --lr", group="schedule", low=0.01)
-    schedule: Literal["step", "cosine"] = flag("step", "after the warm-up", group="schedule")
-    decay_epochs: float = flag(30.0, "step: epochs between drops", group="schedule", low=1e-3)
-    decay: float = flag(0.5, "step: factor of a drop", group="schedule", low=1e-3, high=1)
-    warmup: float = flag(0.0, "warm-up, as a share of the steps (below 1) or in steps", group="schedule", low=0)
-    clip: float = flag(5.0, "largest gradient norm, of each network", group="optimizer", low=1e-6)
-    ema: float = flag(0.999, "decay of the generator's average; 0 = off", group="optimizer", low=0, high=0.99999)
-    precision: Literal["bf16", "fp32"] = flag("fp32", "of the conformers; all else is fp32", group="optimizer")
-    gradient_checkpointing: bool = flag(True, "recompute conformers: half the memory, 1.2 x time", group="optimizer")
+    epochs: float = flag(120.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
+    lr: float = flag(5e-4, "peak learning rate of the generator", group="schedule", low=1e-6, high=1e-2)
+    disc_lr_ratio: float = flag(2.0, "learning rate of the discriminator, as a multiple of --lr's", group="schedule",
+                                low=0.01)  # fmt: skip
+    schedule: Literal["step", "cosine"] = flag("step", "learning-rate schedule after the warm-up", group="schedule")
+    decay_epochs: float = flag(30.0, "step schedule: epochs between drops of the learning rate", group="schedule",
+                               low=1e-3)  # fmt: skip
+    decay: float = flag(0.5, "step schedule: factor per drop", group="schedule", low=1e-3, high=1)
+    warmup: float = flag(
+        0.0, "learning-rate warm-up: a fraction of all steps (below 1) or a number of steps", group="schedule", low=0
+    )
+    max_grad_norm: float = flag(5.0, "clip the gradients of each network to this norm", group="optimizer", low=1e-6)
+    ema: float = flag(
+        0.999, "decay of the moving average of the generator's weights; 0 = off", group="optimizer", low=0, high=0.99999
+    )
+    precision: Literal["bf16", "fp32"] = flag(
+        "fp32", "compute precision of the conformers; everything else is fp32", group="optimizer"
+    )
+    gradient_checkpointing: bool = flag(
+        True, "recompute the conformers in the backward pass: half the memory, 1.2 x the time", group="optimizer"
+    )
 
-    channels: int = flag(64, "width of the generator, from scratch; 64 as published", low=4)
-    disc_channels: int = flag(16, "width of the discriminator, from scratch; 16 as published", low=1)
-    w_ri: float = flag(0.1, "weight of the spectrum's real and imaginary part", low=0)
-    w_mag: float = flag(0.9, "weight of its magnitude", low=0)
-    w_time: float = flag(0.2, "weight of the wave", low=0)
-    w_gan: float = flag(0.05, "weight of the discriminator's opinion", low=0)
-    noisy_term: bool = flag(False, "the discriminator also learns the noisy input's PESQ (MetricGAN+)")
-    replay: int = flag(0, "steps whose estimates the discriminator sees again (MetricGAN+); 0 = none", low=0)
-    gate: Literal["auto", "on", "off"] = flag("auto", "hold back a GAN term that knows no PESQ; auto = with --model")
-    gate_open: float = flag(0.8, "correlation with PESQ that lets the GAN term in", low=0, high=1)
-    gate_close: float = flag(0.6, "correlation that sends it out again", low=0, high=1)
-    gan_ramp: int = flag(500, "steps in which it comes in or goes out", low=1)
-    probe: int = flag(64, "held-out sounds that the discriminator is judged by", low=8)
-    probe_every: int = flag(100, "steps between such judgements while there is a gate", low=1)
-    max_pesq_invalid: float = flag(0.2, "stop when more labels than this share are missing", low=0, high=1, free=True)
-    window_seconds: float = flag(16.0, "longer recordings are enhanced in windows of this length", low=2)
+    channels: int = flag(64, "width of the generator when trained from scratch; 64 as published", low=4)
+    disc_channels: int = flag(16, "width of the discriminator when trained from scratch; 16 as published", low=1)
+    w_ri: float = flag(0.1, "loss weight of the spectrum's real and imaginary part", low=0)
+    w_mag: float = flag(0.9, "loss weight of the spectrum's magnitude", low=0)
+    w_time: float = flag(0.2, "loss weight of the waveform", low=0)
+    w_gan: float = flag(0.05, "loss weight of the PESQ that the discriminator predicts (GAN loss)", low=0)
+    noisy_term: bool = flag(False, "train the discriminator on the PESQ of the noisy input too (MetricGAN+)")
+    replay: int = flag(
+        0, "train the discriminator on estimates of this many earlier steps too (MetricGAN+); 0 = none", low=0
+    )
+    gan_gate: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "disable the GAN loss until the discriminator correlates with PESQ; auto = on when fine-tuning (--model)",
+    )
+    gan_gate_open: float = flag(0.8, "correlation with PESQ that enables the GAN loss", low=0, high=1)
+    gan_gate_close: float = flag(0.6, "correlation with PESQ below which it is disabled again", low=0, high=1)
+    gan_ramp: int = flag(500, "steps over which the GAN loss is faded in or out", low=1)
+    probe: int = flag(64, "number of held-out sounds that measure the discriminator's correlation with PESQ", low=8)
+    probe_every: int = flag(100, "optimizer steps between these measurements, with --gan-gate", low=1)
+    max_pesq_invalid: float = flag(
+        0.2, "stop when more than this fraction of the PESQ labels is missing", low=0, high=1, may_change=True
+    )
+    window_seconds: float = flag(16.0, "longer recordings are evaluated in overlapping windows of this length", low=2)
 
     @property
     def engine_precision(self) -> str:
         return "fp32"  # DeepSpeed's bf16 would also cast what has to stay fp32: STFT, losses, the discriminator
 
-    def weights_at(self, gan_level: float) -> list[float]:
-        """Of the loss terms, while the gate lets so much of the GAN term in."""
-        return [self.w_ri, self.w_mag, self.w_time, self.w_gan * gan_level]
 
-
-# A narrow model that learns the synthetic noise in a minute.
+# A narrow model that learns to remove the synthetic noise in a minute.
 DEMO = {
     "channels": 8,
     "disc_channels": 4,
@@ -88,265 +101,369 @@ DEMO = {
     "gradient_checkpointing": False,
 }
 
-if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and the scorers stay small
+if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
     catch_signals()
-    bar_codecs()
+    forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
     from common.scorer import Scorer
 
-    SCORER = Scorer(CONFIG.pesq_workers)
+    SCORER = Scorer(CONFIG.pesq_workers)  # forks its processes, which stay small without torch
 
-import deepspeed
 import numpy as np
 import torch
 
-from common import checkpoint, engine, memory, runs
-from common.feed import mover, prefetch
-from common.keyed_random import key64
-from common.metrics import Meter, due
-from common.optim import stepped_rate, turning_points
-from common.pairs import Crops, PairDataset, split_pairs
+from common import engine, memory, optim, runs
+from common.checkpoint import load_rank_state
+from common.contracts import LossOutput
+from common.feed import prefetch, to_device
+from common.keyed_random import torch_seed
+from common.metrics import Meter, is_due
+from common.pairs import Crops, PairDataset, open_pairs, split_pairs
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, memory_gb, run_main, say, start_ranks, stop_requested
+from common.runtime import Process, all_sum, any_rank, barrier, init_process, run_main, say, stop_requested
 from common.scorer import Scorer
-from models.cmgan import enhance as cmgan_enhance
 from models.cmgan import signal
-from models.cmgan import watch as cmgan_watch
-from models.cmgan import weights as cmgan_files
-from models.cmgan.diagnose import diagnose
-from models.cmgan.evaluate import Evaluation, evaluate, judge_discriminator, open_test, sample, test, warn_if_worse
-from models.cmgan.labels import Labels, count_missing, discriminator_loss, valid_counts
-from models.cmgan.network import Discriminator, TSCNet, settle_statistics
+from models.cmgan.evaluate import EvalFiles, Evaluation, judge_discriminator, sample, test, warn_if_worse
+from models.cmgan.labels import Labelled, Labels, count_missing, restart_count, valid_counts
+from models.cmgan.network import Discriminator, TSCNet, update_batch_norm
+from models.cmgan.watch import LOOK_BACK, GanRamp, alarms, build_gan_ramp, require_equal, require_perfect
+from models.cmgan.weights import load_networks, write_export
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
 
 def build_model(config: Config, ds: dict) -> tuple[TSCNet, Discriminator]:
-    """Generator and discriminator, from --model as far as it has them."""
+    """Generator and discriminator, from --model if it has them, otherwise with random weights."""
     if stage_of(ds) == 3:
         raise UserError(f"--ds {config.ds} is ZeRO-3: CMGAN's 2 million weights need no sharding, use zero2.json.")
-    torch.manual_seed(key64(config.seed, "weights") % 2**63)
+    torch.manual_seed(torch_seed(config.seed, "weights"))
     if config.channels % 4:
         raise UserError(f"--channels {config.channels} is not a multiple of 4, the number of attention heads.")
     generator, discriminator = TSCNet(config.channels), None
     if config.model:
-        generator, discriminator = cmgan_files.load_networks(config.model)
+        generator, discriminator = load_networks(config.model)
     generator.set_compute(config.gradient_checkpointing, config.precision == "bf16")
     return generator, discriminator or Discriminator(config.disc_channels)
-
-
-def start_engines(generator, discriminator, config: Config, ds: dict) -> dict:
-    """Two engines, each with its own optimizer, clipping and count of steps."""
-    options = {"no_decay": ("rel_pos_emb", "norm"), "betas": (0.9, 0.999)}
-    frozen = functools.partial(compute_loss, discriminator=discriminator)
-    return {
-        "g": engine.start_engine(generator, frozen, config, copy.deepcopy(ds), **options),
-        "d": engine.start_engine(discriminator, discriminator_loss, config, copy.deepcopy(ds), **options),
-    }
 
 
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
-def build_data(config: Config, ranks: Ranks) -> tuple[Crops, PairDataset | None, np.ndarray]:
-    """The crops to train on; the pairs, and which of them, to evaluate on."""
-    return split_pairs(config, signal.RATE, ranks)
+def build_data(config: Config, process: Process) -> tuple[Crops, PairDataset | None, np.ndarray]:
+    """The crops to train on; the pairs to evaluate on, and which rows of them."""
+    pairs, rows, eval_pairs, eval_rows = split_pairs(config, signal.RATE, process)
+    return Crops(pairs, rows, config.seconds, config.seed), eval_pairs, eval_rows
 
 
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def compute_loss(model, batch, discriminator):
-    """The generator's weighted loss sum, silence being 0, its terms' sums and counts, and what it made, detached."""
-    pair = signal.normalise(batch["noisy"], batch["clean"])
-    estimate = signal.estimate(model(signal.spectrum(pair.heard)), pair)
-    terms = signal.generator_terms(estimate, discriminator) * batch["weights"][:, None] * pair.audible
-    counts = torch.full((len(terms),), float(terms.shape[1]), device=terms.device)
-    return terms.sum(), torch.stack([terms.detach().sum(1), counts]), estimate.detach()
+def loss_terms(estimate: signal.Estimate, discriminator) -> dict[str, torch.Tensor]:
+    """The terms of the generator's loss without their weights, (B,) each: the mean over one sound.
 
-
-def train_step(engines, feed, labels: Labels, sounds: int, weights, step: int, rate, config: Config, ranks):
-    """One optimizer step of both networks; returns the meter, what was applied, and what to log.
-
-    Every rank takes the same path whatever its data: missing labels are zeros in a mask, never a branch.
+    Evaluation uses them too. To add a term, add it here, and its weight in loss_weights; it is then logged as
+    loss_NAME. It must be 0 for a perfect estimate, which a check before training makes sure of.
     """
-    g, d = engines["g"], engines["d"]
-    meter, waiting, redraws = Meter(), [], 0
-    with engine.frozen(d.module.model):
-        for turn in range(config.accumulation):
-            batch = meter.next(feed)
-            batch["weights"] = weights
-            slot = turn * ranks.world + ranks.rank
-            # Dropout depends on the micro-batch alone, not on the rank that gets it or on what ran before.
-            torch.manual_seed(key64(config.seed, step, slot, "dropout") % 2**63)
-            loss_sum, stats, estimate = g(batch)
-            waiting.append(labels.submit(slot, estimate, batch["ids"]))
-            engine.backward(g, loss_sum, sounds, ranks.world)
-            meter.add(batch, loss_sum, stats)
-            redraws += batch["redraws"]
-            if turn + 1 < config.accumulation:
-                g.step()  # only counts the micro-batch
-        engine.set_learning_rate(g, rate(step))
-        applied, norm = engine.take_step(g)
-    settle_statistics(g.module.model, ranks, applied)
-
-    asked = time.monotonic()
-    labelled = [labels.collect(step, part) for part in waiting]
-    values = {"pesq_wait_s": time.monotonic() - asked, "grad_norm": norm}
-    missing = [name for part in labelled for name in part.missing]
-    silent = sum(float((1 - part.estimate.pair.audible).sum()) for part in waiting)
-    sums = all_sum([*valid_counts(labelled), len(missing), redraws, silent], ranks).tolist()
-    *counts, missing_anywhere, redraws, silent = sums
-    loss_d = 0.0
-    for turn, part in enumerate(labelled):
-        torch.manual_seed(key64(config.seed, step, turn * ranks.world + ranks.rank, "dropout of d") % 2**63)
-        loss = d((part, float(sounds), counts))
-        engine.backward(d, loss, 1.0, ranks.world)
-        loss_d += loss.item()
-        if turn + 1 < config.accumulation:
-            d.step()
-    engine.set_learning_rate(d, rate(step) * config.disc_lr_ratio)
-    applied_d, norm_d = engine.take_step(d)
-    d.module.model.iterate()
-    values |= {"grad_norm_d": norm_d, "loss_d": float(all_sum([loss_d], ranks)[0])}
-    values |= {"pesq_missing": int(missing_anywhere), "redraws": int(redraws), "silent": int(silent)}
-    return meter, applied and applied_d, values, missing
+    magnitude, clean_magnitude = signal.magnitude(estimate.spec), signal.magnitude(estimate.clean_spec)
+    predicted_quality = discriminator(clean_magnitude, magnitude)
+    return {
+        "ri": (estimate.spec - estimate.clean_spec).square().mean((2, 3)).sum(1),
+        "mag": (magnitude - clean_magnitude).square().mean((1, 2, 3)),
+        "time": (estimate.wave - estimate.normalised.clean).abs().mean(1),
+        "gan": (predicted_quality - 1).square(),
+    }
 
 
-# ---- evaluation, samples, export -------------------------------------------------------------------------------
+def loss_weights(config: Config, gan_level: float) -> dict[str, float]:
+    """The weight of each term; `gan_level`: the part of the GAN loss that the gate lets through, 0 to 1."""
+    return {"ri": config.w_ri, "mag": config.w_mag, "time": config.w_time, "gan": config.w_gan * gan_level}
 
 
-def export(nets: tuple, run: runs.Run, facts: dict) -> None:
-    """The generator with its averaged weights, and the discriminator. Every rank must call it."""
-    with run.average.in_place():
-        if run.ranks.first:
-            generator, discriminator = (net.state_dict() for net in nets)
-            training = dataclasses.asdict(run.config)
-            cmgan_files.write_export(run.folder, generator, discriminator, facts | {"training_config": training})
+def compute_loss(model, batch: dict, discriminator, config: Config, gan_ramp: GanRamp) -> LossOutput:
+    """The generator's loss, SUMMED over sounds: the step divides it by the number of sounds later.
+
+    `extra` is the estimate, detached, for the PESQ labels and the discriminator.
+    """
+    normalised = signal.normalise(batch["noisy"], batch["clean"])
+    estimate = signal.estimate(model(signal.spectrum(normalised.model_input)), normalised)
+    weights = loss_weights(config, gan_ramp.level)
+    loss_sum, parts = 0.0, {}
+    for name, term_b in loss_terms(estimate, discriminator).items():
+        # A silent sound counts, but its loss is 0: there is nothing in it to enhance.
+        term = (weights[name] * term_b * normalised.audible).sum()
+        loss_sum = loss_sum + term
+        parts[name] = torch.stack([term.detach(), term.new_tensor(len(term_b))])
+    return LossOutput(loss_sum, parts, extra=estimate.detach())
+
+
+def discriminator_loss(discriminator, batch: tuple[Labelled, float, list[float]]) -> LossOutput:
+    """(D(clean, clean) - 1)^2, and (D(clean, other) - label)^2 wherever PESQ gave a label.
+
+    `batch`: a labelled micro-batch; the number of sounds in the whole step; its numbers of valid labels, of estimates
+    and of noisy inputs. The loss is divided by these numbers here, because each term has its own.
+    """
+    labelled, sounds, valid_labels = batch
+    loss = (discriminator(labelled.clean, labelled.clean) - 1).square().sum() / sounds
+    examples = [
+        (labelled.clean, other, labels, valid, count)
+        for other, labels, valid, count in zip(
+            labelled.others, labelled.labels, labelled.valid, valid_labels, strict=True
+        )
+    ]
+    examples += [(*past, valid_labels[0]) for past in labelled.past]
+    for clean, other, labels, valid, count in examples:
+        # Without any label the mask makes this term 0, but it is still computed: every rank has the same graph, and so
+        # takes part in the same collectives.
+        loss = loss + (valid * (discriminator(clean, other) - labels).square()).sum() / max(1.0, count)
+    return LossOutput(loss, {})
+
+
+# ---- evaluation and score --------------------------------------------------------------------------------------
+
+
+def evaluate(
+    networks: tuple, evaluation: Evaluation | None, run: runs.Run, ema: engine.Ema, gan_ramp: GanRamp, loop_state: dict,
+    step: int,
+) -> float | None:  # fmt: skip
+    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
+    if not evaluation:
+        return None
+    require_equal(run.process, *networks)
+    table = run.folder / "evaluations" / f"step-{step:08d}.csv"
+    metrics = evaluation.metrics(*networks, ema, loss_weights(run.config, gan_ramp.level), table)
+    metrics |= {"gan_level": gan_ramp.level, "pesq_invalid": loop_state["missing"] / max(1, loop_state["labels"])}
+    restart_count(loop_state)
+    run.tracker.event("eval", step, **metrics)
+    say(f"evaluation at step {step}: PESQ {metrics['pesq']:.3f} (noisy {metrics['noisy_pesq']:.3f})  STOI"
+        f" {metrics['stoi']:.3f}  SI-SDR {metrics['si_sdr']:.2f}  gain {metrics['gain']:.2f}  loss"
+        f" {metrics['loss']:.4f}  D's correlation with PESQ {metrics['d_pearson']:.2f}  missing labels"
+        f" {metrics['pesq_invalid']:.1%}")  # fmt: skip
+    loop_state["history"] = [*loop_state["history"], [metrics["loss"], metrics["pesq"]]][-LOOK_BACK:]
+    for message in alarms(metrics, evaluation.noisy, loop_state["history"], gan_ramp.level):
+        run.tracker.event("alarm", step, message=message)
+        say(message)
+    # The score is PESQ, negated, and never the loss: the loss contains the discriminator, so it can fall while the
+    # sound gets worse. If no file has a PESQ value, there is no score, and the checkpoint is never the best.
+    return -metrics["pesq"] if math.isfinite(metrics["pesq"]) else None
+
+
+# ---- export ----------------------------------------------------------------------------------------------------
+
+
+def export(engines: dict, ema: engine.Ema, config: Config, folder: Path, checkpoint: dict, process: Process) -> None:
+    """Writes the generator with its EMA weights, and the discriminator. `checkpoint`: its step and score.
+
+    Every rank must call it: each holds a part of the EMA weights.
+    """
+    with ema.applied():
+        if process.is_main:
+            generator, discriminator = (engines[name].module.model.state_dict() for name in ("g", "d"))
+            facts = {"recipe": "cmgan", "checkpoint": checkpoint, "training_config": dataclasses.asdict(config)}
+            write_export(folder, generator, discriminator, facts)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
-    """The whole run; returns both engines with their trained weights."""
+def train(config: Config, process: Process, ds: dict, scorer: Scorer):
+    """The whole run; returns both engines, with the exported weights."""
     if not config.data:
         if config.model:
-            raise UserError("--model without --data: give pairs to train on, or --enhance or --diagnose.")
-        config.data = str(runs.demo_assets(ranks, "cmgan") / "pairs")
+            raise UserError(
+                "--model without --data: give pairs to train on, or use finetune/infer/enhance.py to enhance."
+            )
+        config = dataclasses.replace(config, data=str(runs.demo_assets(process, "pairs") / "mild"))
+    if config.test_data and not config.export:
+        raise UserError("--test-data measures the export, which --no-export leaves out.")
 
     # model and data
-    nets = generator, discriminator = build_model(config, ds)
-    crops, chosen, rows = build_data(config, ranks)
-    unseen = open_test(config, ranks)
-    plan = Plan(np.full(len(crops), crops.length), config.micro_batch * crops.length, config.seed)
-    micro_batches = ranks.world * config.accumulation  # of one optimizer step
-    steps = config.steps or plan.steps(config.epochs, micro_batches)
-    say(f"crops {len(crops):,} an epoch, {steps} steps of {micro_batches} micro-batches of {config.micro_batch}")
-    for network in (generator, discriminator):
-        memory.say_needs(network, ds, config, ranks)
-    first = crops.batch(range(min(config.micro_batch, len(crops))))
-    cmgan_watch.require_perfect(first["noisy"], first["clean"])
-
-    # engines and resume
-    engines = start_engines(generator, discriminator, config, ds)
-    average = engine.Average(engines["g"], config.ema)
+    networks = generator, discriminator = build_model(config, ds)
+    clips, eval_pairs, eval_rows = build_data(config, process)
+    test_pairs = open_pairs(config.test_data, signal.RATE, process) if config.test_data else None
+    plan = Plan(clips.lengths, config.micro_batch * clips.length, config.seed)
+    micro_batches_per_step = process.world * config.accumulation
+    steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
+    say(f"clips {len(clips):,}, {steps} steps of {micro_batches_per_step} micro-batches of {config.micro_batch} crops")
+    first_batch = clips.batch(range(min(config.micro_batch, len(clips))))
+    require_perfect(first_batch["noisy"], first_batch["clean"], loss_terms)
     labels = Labels(scorer, config.noisy_term, config.replay, config.seed)
-    gate = cmgan_watch.gate_of(config, len(rows))
-    rate = functools.partial(stepped_rate, steps=steps, steps_an_epoch=plan.per_epoch / micro_batches, config=config)
+    gan_ramp = build_gan_ramp(config, len(eval_rows))
 
-    def build(number: int) -> dict:
-        epoch, chosen = plan.micro_batch(number)
-        return mover(ranks.device)(crops.batch(chosen, epoch))
-
+    # optimizers and engines: each network has its own, with its own gradient clipping
+    g_groups = optim.parameter_groups(generator, config.weight_decay, no_decay=("rel_pos_emb", "norm"))
+    d_groups = optim.parameter_groups(discriminator, config.weight_decay, no_decay=())
+    g_optimizer = optim.build_optimizer(g_groups, config, ds, betas=(0.9, 0.999))  # any torch optimizer works here
+    d_optimizer = optim.build_optimizer(d_groups, config, ds, betas=(0.9, 0.999))
+    memory.report_prediction(generator, g_optimizer, ds, config, process)
+    memory.report_prediction(discriminator, d_optimizer, ds, config, process)
+    loss_fn = functools.partial(compute_loss, discriminator=discriminator, config=config, gan_ramp=gan_ramp)
+    g_engine = engine.start_engine(generator, loss_fn, g_optimizer, copy.deepcopy(ds))
+    d_engine = engine.start_engine(discriminator, discriminator_loss, d_optimizer, copy.deepcopy(ds))
+    engines = {"g": g_engine, "d": d_engine}
+    ema = engine.Ema(g_engine, config.ema)
+    steps_per_epoch = plan.per_epoch / micro_batches_per_step
+    rate = functools.partial(optim.stepped_rate, steps=steps, steps_per_epoch=steps_per_epoch, config=config)
     if config.dry_run:
-        dry_run(engines, itertools.repeat(mover(ranks.device)(first)), labels, rate, config, ranks, steps)
+        dry_run(engines, to_device(first_batch, process.device), labels, config, process)
+        for step in optim.turning_points(rate, steps, config):
+            say(f"learning rate at step {step + 1}: {rate(step):.3g} and {rate(step) * config.disc_lr_ratio:.3g}")
         return engines
-    # What is evaluated on decides when the GAN term comes in, and which model is the best.
-    fingerprint = {"data": crops.pairs.fingerprint(), "eval": chosen.fingerprint() if chosen else ""}
-    run = runs.Run("cmgan", config, ds, ranks, engines, average, fingerprint, steps)
-    extra = {"gate": gate.state(), "history": [], "labels": 0, "missing": 0, "reasons": {}, "best": None} | run.extra
-    gate.restore(extra["gate"])
-    if run.found and config.replay and (seen := checkpoint.load_mine(run.found, ranks)):
-        labels.restore(seen, ranks.device)
-    evaluation = Evaluation(chosen, rows, config, scorer, ranks) if len(rows) else None
 
-    # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
-    feed = prefetch(build, range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world))
-    if run.start == 0:
-        extra["start"] = evaluate(nets, evaluation, run, 0, extra)
-    if all_sum([float(stop_requested())], ranks)[0]:
-        run.stop(run.start)
-    for step in range(run.start, steps):
-        parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
-        sounds = sum(len(chosen) for _, chosen in parts)
-        weights = torch.tensor(config.weights_at(gate.level), device=ranks.device)
-        meter, applied, values, lost = train_step(engines, feed, labels, sounds, weights, step, rate, config, ranks)
-        totals = meter.reduce(ranks)
+    # fresh start or resume
+    fingerprint = clips.fingerprint() | {
+        "eval": eval_pairs.fingerprint() if eval_pairs else "",  # enables the GAN loss, and selects the best
+        "optimizer": [optim.describe_optimizer(optimizer) for optimizer in (g_optimizer, d_optimizer)],
+    }
+    run = runs.Run("cmgan", config, ds, process, fingerprint, steps)
+    window = int(config.window_seconds * signal.RATE)
+    evaluation = None
+    if len(eval_rows):
+        evaluation = Evaluation(EvalFiles(eval_pairs, eval_rows, loss_terms, window, scorer, process), config)
+    if run.checkpoint:
+        loop_state = run.load(engines, ema)
+        gan_ramp.restore(loop_state["gan_ramp"])
+        if config.replay and (rank_state := load_rank_state(run.checkpoint, process)):
+            labels.restore(rank_state, process.device)
+    else:
+        # "history": loss and PESQ of the latest evaluations; the rest counts PESQ labels since the last one
+        loop_state = {"history": [], "labels": 0, "missing": 0, "reasons": {}}
+        evaluate(networks, evaluation, run, ema, gan_ramp, loop_state, step=0)  # what training has to improve on
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
+
+    def build_micro_batch(index: int) -> dict:
+        epoch, rows = plan.micro_batch(index)
+        return clips.batch(rows, epoch)
+
+    # Every rank knows the whole plan; its own micro-batches are every world-th one.
+    first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
+    batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
+    generator.train()
+    discriminator.train()
+    for step in range(run.start_step, steps):
+        # ---- one optimizer step of the generator -------------------------------------------------------------
+        # The loss is divided once, by the number of sounds in the whole step (all ranks, all micro-batches), which the
+        # plan tells in advance.
+        meter, waiting, redraws = Meter(), [], 0
+        rows_of_step = [plan.micro_batch(step * micro_batches_per_step + i) for i in range(micro_batches_per_step)]
+        step_weight = sum(clips.target_weight(rows, epoch) for epoch, rows in rows_of_step)
+        lr = rate(step)
+        # The generator's loss goes through the discriminator, which must not get gradients from it.
+        with engine.frozen(discriminator):
+            for i in range(config.accumulation):
+                with meter.waiting():
+                    batch = next(batches)
+                # Dropout depends on the micro-batch alone, not on its rank or on what ran before.
+                slot = i * process.world + process.rank
+                torch.manual_seed(torch_seed(config.seed, step, slot, "dropout"))
+                output = g_engine(batch)
+                # Other processes compute PESQ during the backward pass and the optimizer step.
+                waiting.append(labels.submit(slot, output.extra, batch["ids"]))
+                engine.backward(g_engine, output.loss_sum, step_weight, process.world)
+                meter.add(batch, output)
+                redraws += batch["redraws"]
+                if i + 1 < config.accumulation:
+                    g_engine.step()  # DeepSpeed only counts the micro-batch here
+            optim.set_learning_rate(g_engine, lr)
+            applied, grad_norm = engine.take_step(g_engine)
+        update_batch_norm(generator, process, applied)
+
+        # ---- labels: the PESQ of what the generator made -----------------------------------------------------
+        # Every rank takes the same path whatever its data: a missing label is a 0 in a mask, never a branch.
+        asked = time.monotonic()
+        labelled = [labels.collect(step, micro_batch) for micro_batch in waiting]
+        pesq_wait_s = time.monotonic() - asked
+        missing_here = [name for micro_batch in labelled for name in micro_batch.missing]
+        silent = sum(float((1 - micro_batch.estimate.normalised.audible).sum()) for micro_batch in waiting)
+        counts = all_sum([*valid_counts(labelled), len(missing_here), redraws, silent], process).tolist()
+        *valid_labels, missing, redraws, silent = counts  # of all ranks
+
+        # ---- one optimizer step of the discriminator ---------------------------------------------------------
+        loss_d = 0.0
+        for i, micro_batch in enumerate(labelled):
+            slot = i * process.world + process.rank
+            torch.manual_seed(torch_seed(config.seed, step, slot, "dropout of d"))
+            output = d_engine((micro_batch, step_weight, valid_labels))
+            engine.backward(d_engine, output.loss_sum, 1.0, process.world)  # already divided
+            loss_d += output.loss_sum.item()
+            if i + 1 < config.accumulation:
+                d_engine.step()
+        optim.set_learning_rate(d_engine, lr * config.disc_lr_ratio)
+        applied_d, grad_norm_d = engine.take_step(d_engine)
+        discriminator.iterate()  # one power iteration of its spectral norms per step, on the new weights
+        totals = meter.reduce(process)
+        # ------------------------------------------------------------------------------------------------------
+
         done, last = step + 1, step + 1 == steps
-        if applied:
-            average.update(step)
-            values |= {"lr": rate(step), "lr_d": rate(step) * config.disc_lr_ratio, "gan_level": gate.level}
-            gate.advance()
-            epoch = round(done * micro_batches / plan.per_epoch, 4)
-            run.log(done, meter, totals, sounds * crops.length, signal.TERMS, epoch=epoch, **values)  # token: sample
+        loss_d = float(all_sum([loss_d], process)[0])
+        if applied and applied_d:
+            ema.update(step)
+            positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)  # audio samples
+            epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
+            of_d = {"lr_d": lr * config.disc_lr_ratio, "grad_norm_d": grad_norm_d, "loss_d": loss_d}
+            of_labels = {"pesq_wait_s": pesq_wait_s, "pesq_missing": int(missing), "redraws": int(redraws)}
+            more = of_d | of_labels | {"silent": int(silent), "gan_level": gan_ramp.level, "epoch": epoch}
+            run.log(done, meter, totals, step_weight, positions, lr, grad_norm, **more)
+            gan_ramp.advance()
         else:
-            run.skip(done, meter, [name for _, chosen in parts for name in crops.ids(chosen)])
-        count_missing(extra, lost, values["pesq_missing"], sounds, done, run)
+            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
+        count_missing(loop_state, missing_here, int(missing), int(step_weight), done, run)
+        if gan_ramp.used and is_due(config.probe_every, done):
+            judge_discriminator(gan_ramp, evaluation, discriminator, run, done)
 
-        score = None
-        if gate.used and due(config.probe_every, done):
-            judge_discriminator(gate, evaluation, discriminator, run, done)
-        extra["gate"] = gate.state()
-        if last or due(config.eval_every, done):
-            score = evaluate(nets, evaluation, run, done, extra)
-            if config.export and score is not None and (extra["best"] is None or score < extra["best"]):
-                extra["best"] = score
-                export(nets, run, {"step": done, "pesq": -score})
-        if last or totals.stop or due(config.save_every, done):
-            run.save(done, score, extra, labels.state())
-        if totals.stop and not last:
+        score, is_best = None, False
+        if last or is_due(config.eval_every, done):
+            score = evaluate(networks, evaluation, run, ema, gan_ramp, loop_state, done)
+            is_best = run.is_best(done, score)
+        if last or totals.stop or is_best or is_due(config.save_every, done):
+            run.save(engines, ema, done, score, loop_state | {"gan_ramp": gan_ramp.state()}, labels.state())
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
-        if evaluation and config.samples and (last or due(config.sample_every, done)):
-            sample(nets, evaluation, run, done)
+        if evaluation and config.samples and (last or is_due(config.sample_every, done)):
+            sample(generator, evaluation, run, ema, done)
 
     # finish
-    if config.export and extra["best"] is None:
-        export(nets, run, {"step": steps})
-    warn_if_worse(extra)
-    if unseen:
-        test(unseen, run, scorer, steps)
-    all_sum([0.0], ranks)  # what all ranks write is on disk
+    if config.export:
+        checkpoint = run.load_best(engines, ema, steps)
+        export(engines, ema, config, run.folder, checkpoint, process)
+    warn_if_worse(run)
+    if test_pairs:
+        test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), loss_terms, window, scorer, process)
+        test(test_files, loss_weights(config, 1.0), run, steps)
+    barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
-    if ranks.first:
+    if process.is_main:
         say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return engines
 
 
-def dry_run(engines: dict, feed, labels: Labels, rate, config: Config, ranks: Ranks, steps: int) -> None:
-    """One optimizer step of both networks, its memory, and where the learning rate changes."""
-    weights = torch.tensor(config.weights_at(1.0), device=ranks.device)
+def dry_run(engines: dict, batch: dict, labels: Labels, config: Config, process: Process) -> None:
+    """--dry-run: one optimizer step of both networks on one micro-batch, its time and its memory."""
+
+    def take_step(ds_engine, batch, step_weight: float) -> tuple[LossOutput, bool, float]:
+        for _ in range(config.accumulation):
+            output = ds_engine(batch)
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            if ds_engine.is_gradient_accumulation_boundary():
+                applied, norm = engine.take_step(ds_engine)
+            else:
+                ds_engine.step()
+        return output, applied, norm
+
     began = time.monotonic()
-    sounds = config.micro_batch * config.accumulation * ranks.world
-    _, applied, values, _ = train_step(engines, feed, labels, sounds, weights, 0, rate, config, ranks)
-    peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
-    say(f"dry run: one step {time.monotonic() - began:.1f} s, applied {applied}, norm {values['grad_norm']:.3f}"
-        f" and {values['grad_norm_d']:.3f}; peak memory {peak}")  # fmt: skip
-    for step in turning_points(rate, steps, config):
-        say(f"learning rate at step {step + 1}: {rate(step):.3g} and {rate(step) * config.disc_lr_ratio:.3g}")
+    sounds = float(len(batch["ids"]) * config.accumulation * process.world)
+    with engine.frozen(engines["d"].module.model):
+        output, applied, norm = take_step(engines["g"], batch, sounds)
+    labelled = labels.collect(0, labels.submit(0, output.extra, batch["ids"]))
+    _, applied_d, norm_d = take_step(engines["d"], (labelled, sounds, [sounds] * len(labelled.labels)), 1.0)
+    say(f"dry run: one step of both networks {time.monotonic() - began:.1f} s, applied {applied and applied_d}, norm"
+        f" {norm:.3f} and {norm_d:.3f}; peak memory {memory.peak_memory(process)}")  # fmt: skip
 
 
-def main(config: Config) -> None:
-    ds = resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
-    if config.enhance:
-        cmgan_enhance.main(config)
-    elif config.diagnose:
-        diagnose(config, start_ranks(), SCORER)
-    else:
-        train(config, start_ranks(), ds, SCORER)
+def main(config: Config, scorer: Scorer) -> None:
+    train(config, init_process(), resolve_ds(config.ds, config, world_size()), scorer)
 
 
 if __name__ == "__main__":
-    deepspeed.utils.logger.setLevel("WARNING")
-    run_main(main, CONFIG)
+    run_main(main, CONFIG, SCORER)

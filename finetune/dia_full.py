@@ -4,34 +4,41 @@
         --model nari-labs/Dia-1.6B-0626 --data DIR --eval-data DIR --out runs/my-dia
 
 DIR is a token dataset (data/encode.py makes one from audio; --stereo gives 18 channels, which a mono checkpoint
-takes with --channels 18). The same through the launcher, which chooses the number of ranks: ./launch.sh dia_full
---model ... . On a laptop, in a minute, with the embedded demo:
+takes with --channels 18). ./launch.sh dia_full --model ... does the same and chooses the number of ranks. The embedded
+demo runs on a laptop in a minute:
 
     deepspeed finetune/dia_full.py --ds ds_configs/zero2.json --steps 20 --samples 1
 """
 
 import dataclasses
 import functools
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import bar_codecs, catch_signals
+from common.runtime import catch_signals, forbid_codec_imports, world_size
 from models.dia.flags import DiaFlags
 
-# ---- arguments -------------------------------------------------------------------------------------------------
+# ---- flags -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Config(DiaFlags):
-    lr: float = flag(1e-5, "peak learning rate; 1e-5 for small batches, 4e-5 for about 128 clips", group="schedule")
-    channels: int = flag(0, "0 = as the checkpoint; twice its number widens mono to stereo", low=0)
-    freeze: list[str] = flag([], "what stays as it is: encoder, embeddings, first:K (K lowest layers)")
-    layer_decay: float = flag(1.0, "each layer learns at this share of the rate of the one above", low=0.1, high=1)
-    rehearsal: str = flag("", "DIR:SHARE, a token dataset not to forget and its share of the micro-batches")
+    lr: float = flag(
+        1e-5,
+        "peak learning rate; 1e-5 for small batches, 4e-5 for about 128 clips per step",
+        group="schedule",
+        low=1e-6,
+        high=1e-2,
+    )
+    channels: int = flag(0, "0 = as in the checkpoint; twice its number widens mono to stereo", low=0)
+    freeze: list[str] = flag([], "what not to train: encoder, embeddings, first:K (the K lowest layers)")
+    layer_decay: float = flag(
+        1.0, "layer-wise learning-rate decay: each layer's rate relative to the one above", low=0.1, high=1
+    )
+    rehearsal: str = flag("", "DIR:SHARE of a token dataset mixed in against forgetting, such as base-tokens:0.1")
 
 
 DEMO = {
@@ -40,38 +47,39 @@ DEMO = {
     "warmup": 20.0,
     "micro_tokens": 600,
     "precision": "fp32",
-    "uncond": 0.1,
+    "text_dropout": 0.1,
     "save_every": 50,
     "eval_every": 50,
 }
 
-if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and no signal is lost
+if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
     catch_signals()
-    bar_codecs()
+    forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
 
-import deepspeed
 import torch
 
-from common import engine, health, memory, runs, samples
-from common.feed import mover, prefetch
-from common.loss import fuse_head
-from common.metrics import Meter, due
-from common.optim import learning_rate
+from common import engine, memory, optim, runs, samples
+from common.contracts import LossOutput
+from common.feed import prefetch, to_device
+from common.gradient_check import GradientCheck
+from common.loss import IGNORE, codebook_loss, loss_head
+from common.metrics import Meter, is_due
 from common.plan import Mix, Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
-from models.dia.data import Clips, WithRehearsal, build_data
-from models.dia.evaluate import compute_loss, evaluate_and_log
+from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
+from common.tokens import TokenDataset
+from models.dia.data import Clips, WithRehearsal
+from models.dia.evaluate import token_metrics
 from models.dia.generate import sample
-from models.dia.layout import read_tag_map
+from models.dia.layout import labelled_states, layout_of, read_tag_map
 from models.dia.weights import load_dia, needs_widening, widen, write_model
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
 
 def build_model(config: Config, ds: dict, tag_map: dict[str, int]):
-    """All of Dia, but for what --freeze names. Under ZeRO-3 it is built sharded, never whole on a rank."""
+    """All of Dia except what --freeze lists. Under ZeRO-3 it is built sharded, never whole on one rank."""
     wider = needs_widening(config.model, config.channels)
     engine.build_sharded(ds)
     model = load_dia(config.model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
@@ -79,8 +87,8 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]):
         widen(model, ds)
     freeze(model, config.freeze)
     if tag_map and not model.model.encoder.embedding.weight.requires_grad:
-        raise UserError("--tag-map needs the byte embedding, which --freeze encoder or embeddings keeps as it is.")
-    fuse_head(model.logits_dense)
+        raise UserError("--tag-map trains the byte embedding, which --freeze encoder or embeddings excludes.")
+    model.logits_dense = loss_head(model.logits_dense)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -101,14 +109,14 @@ def freeze(model, presets: list[str]) -> None:
                 raise UserError(f"--freeze {preset}: the decoder has {deepest} layers, so K is 1 to {deepest}.")
         elif preset not in patterns:
             raise UserError(f"--freeze {preset}: write encoder, embeddings or first:K.")
-        named = {name: p for name, p in model.named_parameters() if re.fullmatch(patterns[preset], name)}
-        for parameter in named.values():
+        parameters = [p for name, p in model.named_parameters() if re.fullmatch(patterns[preset], name)]
+        for parameter in parameters:
             parameter.requires_grad_(False)
-        say(f"frozen {preset}: {len(named)} parameters")
+        say(f"frozen {preset}: {len(parameters)} parameters")
 
 
-def rate_scale(model_config, layer_decay: float):
-    """Share of the learning rate by a parameter's name: 1 at the head, less a layer further down in its stack."""
+def lr_scale(model_config, layer_decay: float):
+    """Maps a parameter's name to the factor on its learning rate: 1 at the head, less with every layer below it."""
     depth = {
         "encoder": model_config.encoder_config.num_hidden_layers,
         "decoder": model_config.decoder_config.num_hidden_layers,
@@ -127,7 +135,22 @@ def rate_scale(model_config, layer_decay: float):
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
-def rehearse(clips: Clips, plan: Plan, model, config: Config, tag_map: dict, ranks: Ranks, micro_batches: int):
+def build_data(path: str, model, config: Config, tag_map: dict, process: Process, train: bool) -> Clips | None:
+    """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
+    if not path:
+        return None
+    tokens = TokenDataset(path)
+    on_main(tokens.verify, process)
+    clips = Clips(tokens, layout_of(model.config), config, tag_map, train)
+    if not len(clips):
+        raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
+    clips.warn()
+    return clips
+
+
+def add_rehearsal(
+    clips: Clips, plan: Plan, model, config: Config, tag_map: dict, process: Process, micro_batches_per_step: int
+) -> tuple[WithRehearsal, Mix, int]:
     """Clips, plan and steps with --rehearsal mixed in."""
     folder, share = config.rehearsal.rpartition(":")[::2]
     try:
@@ -136,132 +159,184 @@ def rehearse(clips: Clips, plan: Plan, model, config: Config, tag_map: dict, ran
         share = 0.0
     if not folder or not 0 < share < 1:
         raise UserError(f"--rehearsal {config.rehearsal}: write DIR:SHARE with a share between 0 and 1.")
-    rehearsal = build_data(folder, model, config, tag_map, ranks, train=True)
-    steps = config.steps or plan.steps(config.epochs, micro_batches, 1 - share)
+    rehearsal = build_data(folder, model, config, tag_map, process, train=True)
+    steps = config.steps or plan.steps(config.epochs, micro_batches_per_step, 1 - share)
     other = Plan(rehearsal.lengths, config.micro_tokens, config.seed)
-    say(f"rehearsal: {len(rehearsal):,} clips for {100 * share:g} % of the micro-batches")
-    return WithRehearsal(clips, rehearsal), Mix(plan, other, share, config.seed, steps * micro_batches), steps
+    say(f"rehearsal: {len(rehearsal):,} clips in {100 * share:g} % of the micro-batches")
+    return WithRehearsal(clips, rehearsal), Mix(plan, other, share, config.seed, steps * micro_batches_per_step), steps
+
+
+# ---- batch to loss ---------------------------------------------------------------------------------------------
+
+
+def compute_loss(model, batch: dict, clips: Clips) -> LossOutput:
+    """Weighted cross-entropy of the next code in every channel, SUMMED over targets: the step divides it later.
+
+    N positions with at least one target, C channels. To add a term, add its weighted sum over targets to loss_sum, and
+    a (sum, count) pair to the parts to see it in the log.
+    """
+    hidden_nd, labels_nc = labelled_states(model, batch)
+    is_target = labels_nc != IGNORE
+    weights_nc = is_target * torch.as_tensor(clips.channel_weights, dtype=torch.float32, device=labels_nc.device)
+    weights_nc = torch.where(labels_nc == clips.layout.eos, weights_nc * clips.config.eos_weight, weights_nc)
+    loss_sum, losses_nc = codebook_loss(model.logits_dense, hidden_nd, labels_nc, weights_nc)
+    sums_2c = torch.stack([losses_nc.sum(0), is_target.sum(0).float()]).detach()
+    return LossOutput(loss_sum, {f"channel_{c}": sums_2c[:, c] for c in range(sums_2c.shape[1])})
+
+
+# ---- evaluation and score --------------------------------------------------------------------------------------
+
+
+def evaluate(model, clips: Clips | None, run: runs.Run, ema: engine.Ema, step: int) -> float | None:
+    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
+    if not clips:
+        return None
+    with ema.applied():
+        metrics = token_metrics(model, clips, run.process)
+    run.tracker.event("eval", step, **metrics)
+    say(f"evaluation at step {step}: loss {metrics['loss']:.4f}  text gap {metrics['text_gap']:.4f}"
+        f"  end recall {metrics['eos_recall']:.2f}  end false alarm {metrics['eos_false_alarm']:.4f}")  # fmt: skip
+    # The score is the loss. A model that would not stop speaking has none, so it is never the best.
+    return metrics["loss"] if metrics["eos_recall"] >= clips.config.min_eos_recall else None
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(engine_, config: Config, folder: Path, tag_map: dict, ranks: Ranks) -> Path:
-    """The model from the fp32 masters, as transformers loads it. Every rank must call it: ZeRO-3 gathers here."""
-    weights = engine.full_weights(engine_, everything=True, keep=ranks.first)
-    if ranks.first:
-        facts = dataclasses.asdict(config)
-        write_model(folder / "export", engine_.module.model, weights, config.model, tag_map, facts)
-    return folder / "export"
+def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, tag_map: dict, checkpoint: dict, process: Process):
+    """Writes the model with fp32 master (or EMA) weights, as transformers loads it. `checkpoint`: its step and score.
+
+    Every rank must call it: ZeRO-3 gathers the weights here.
+    """
+    with ema.applied():
+        weights = engine.full_weights(ds_engine, everything=True, keep=process.is_main)
+    if process.is_main:
+        training = dataclasses.asdict(config) | {"recipe": "dia_full", "checkpoint": checkpoint}
+        write_model(folder / "export", ds_engine.module.model, weights, config.model, tag_map, training)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, ranks: Ranks, ds: dict):
-    """The whole run; returns the engine with its trained weights."""
+def train(config: Config, process: Process, ds: dict):
+    """The whole run; returns the engine with the exported weights."""
     if not config.model:
-        assets = runs.demo_assets(ranks)
-        config.model, config.data = str(assets / "dia"), str(assets / "tokens" / "train")
-        config.eval_data = config.eval_data or str(assets / "tokens" / "eval")
+        assets = runs.demo_assets(process, "dia")
+        config = dataclasses.replace(
+            config,
+            model=str(assets / "dia"),
+            data=str(assets / "tokens" / "train"),
+            eval_data=config.eval_data or str(assets / "tokens" / "eval"),
+        )
 
     # model and data
     tag_map = read_tag_map(config.tag_map)
     model = build_model(config, ds, tag_map)
-    clips = build_data(config.data, model, config, tag_map, ranks, train=True)
-    eval_clips = build_data(config.eval_data, model, config, tag_map, ranks, train=False)
+    clips = build_data(config.data, model, config, tag_map, process, train=True)
+    eval_clips = build_data(config.eval_data, model, config, tag_map, process, train=False)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    micro_batches = ranks.world * config.accumulation  # of one optimizer step
-    steps = config.steps or plan.steps(config.epochs, micro_batches)
-    padding = 100 * plan.padding()
+    micro_batches_per_step = process.world * config.accumulation
+    steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
+    padding = plan.padding()
     if config.rehearsal:
-        clips, plan, steps = rehearse(clips, plan, model, config, tag_map, ranks, micro_batches)
-    say(f"clips {len(clips):,}, padding {padding:.1f} %, {steps} steps of {micro_batches} micro-batches")
-    needs = memory.say_needs(model, ds, config, ranks)
+        clips, plan, steps = add_rehearsal(clips, plan, model, config, tag_map, process, micro_batches_per_step)
+    say(f"clips {len(clips):,}, padding {100 * padding:.1f} %, {steps} steps of {micro_batches_per_step}"
+        " micro-batches")  # fmt: skip
 
-    # engine and resume
-    loss_of = functools.partial(compute_loss, clips=clips)
-    scale = rate_scale(model.config, config.layer_decay) if config.layer_decay < 1 else None
-    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("embed", "norm"), rate_scale=scale)
-    average = engine.Average(ds_engine, config.ema)
-    to_device = mover(ranks.device)
+    # optimizer and engine
+    scale = lr_scale(model.config, config.layer_decay) if config.layer_decay < 1 else None
+    groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed", "norm"), lr_scale=scale)
+    optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
+    predicted = memory.report_prediction(model, optimizer, ds, config, process)
+    loss_fn = functools.partial(compute_loss, clips=clips)
+    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+    ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()
-        weight = clips.target_weight(longest, 0)
-        engine.dry_run(ds_engine, lambda chosen: to_device(clips.batch(chosen)), longest, weight, needs, ranks)
+        batch, one_clip = (to_device(clips.batch(rows), process.device) for rows in (longest, longest[:1]))
+        engine.dry_run(ds_engine, batch, one_clip, clips.target_weight(longest), predicted, process)
         return ds_engine
-    fingerprint = clips.fingerprint() | {"tag_map": tag_map}
-    run = runs.Run("dia_full", config, ds, ranks, ds_engine, average, fingerprint, steps)
 
-    # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
-    def build(number: int) -> dict:
-        epoch, chosen = plan.micro_batch(number)
-        return clips.batch(chosen, epoch, number // micro_batches)
+    # fresh start or resume
+    fingerprint = clips.fingerprint() | {"tag_map": tag_map, "optimizer": optim.describe_optimizer(optimizer)}
+    run = runs.Run("dia_full", config, ds, process, fingerprint, steps)
+    if run.checkpoint:
+        run.load(ds_engine, ema)
+    else:
+        evaluate(model, eval_clips, run, ema, step=0)  # what training has to improve on
+    gradient_check = GradientCheck(active=not run.checkpoint)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
 
-    feed = prefetch(build, range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world))
+    def build_micro_batch(index: int) -> dict:
+        epoch, rows = plan.micro_batch(index)
+        return clips.batch(rows, epoch)
+
+    # Every rank knows the whole plan; its own micro-batches are every world-th one.
+    first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
+    batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
     decoders = []
-    gate = health.Gate(closed=run.start == 0)
-    if run.start == 0:
-        evaluate_and_log(model, eval_clips, run, 0, to_device)
-    if all_sum([float(stop_requested())], ranks)[0]:
-        run.stop(run.start)
     model.train()
-    for step in range(run.start, steps):
+    for step in range(run.start_step, steps):
+        # ---- one optimizer step ------------------------------------------------------------------------------
+        # The loss is divided once, by the target weight of the whole step (all ranks, all micro-batches), which the
+        # plan tells in advance. Averaging the means of unequal micro-batches would weight short clips more.
         meter = Meter()
-        parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
-        step_weight = sum(clips.target_weight(chosen, epoch) for epoch, chosen in parts)
-        for turn in range(config.accumulation):
-            batch = to_device(meter.next(feed))
-            loss_sum, stats = ds_engine(batch)
-            engine.backward(ds_engine, loss_sum, step_weight, ranks.world)
-            meter.add(batch, loss_sum, stats)
-            if turn + 1 < config.accumulation:
-                ds_engine.step()  # only counts the micro-batch
-        gate.before_step(ds_engine)
-        lr = learning_rate(step, steps, config)
-        engine.set_learning_rate(ds_engine, lr)
-        applied, norm = engine.take_step(ds_engine)
-        totals = meter.reduce(ranks)
+        rows_of_step = [plan.micro_batch(step * micro_batches_per_step + i) for i in range(micro_batches_per_step)]
+        step_weight = sum(clips.target_weight(rows, epoch) for epoch, rows in rows_of_step)
+        for i in range(config.accumulation):
+            with meter.waiting():
+                batch = next(batches)
+            output = ds_engine(batch)
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            meter.add(batch, output)
+            if i + 1 < config.accumulation:
+                ds_engine.step()  # DeepSpeed only counts the micro-batch here
+        gradient_check.before_step(ds_engine)
+        lr = optim.learning_rate(step, steps, config)
+        optim.set_learning_rate(ds_engine, lr)
+        applied, grad_norm = engine.take_step(ds_engine)
+        totals = meter.reduce(process)
+        # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
         if applied:
-            gate.after_step(ds_engine)
-            average.update(step)
-            positions = sum(int(clips.lengths[chosen].sum()) for _, chosen in parts)
-            epoch = round(done * micro_batches / plan.per_epoch, 4)
-            run.log(done, meter, totals, positions, epoch=epoch, lr=lr, grad_norm=norm)
+            gradient_check.after_step(ds_engine)
+            ema.update(step)
+            positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)
+            epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
+            run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
         else:
-            run.skip(done, meter, [clips.id(clip) for _, chosen in parts for clip in chosen])
+            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
 
-        score = None
-        if last or due(config.eval_every, done):
-            score = evaluate_and_log(model, eval_clips, run, done, to_device)
-        if last or totals.stop or due(config.save_every, done):
-            run.save(done, score)
-        if totals.stop and not last:
+        score, is_best = None, False
+        if last or is_due(config.eval_every, done):
+            score = evaluate(model, eval_clips, run, ema, done)
+            is_best = run.is_best(done, score)
+        if last or totals.stop or is_best or is_due(config.save_every, done):
+            run.save(ds_engine, ema, done, score)
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
-        if eval_clips and config.samples and (last or due(config.sample_every, done)):
-            with average.in_place():
-                decoders += sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
+        if eval_clips and config.samples and (last or is_due(config.sample_every, done)):
+            with ema.applied():
+                decoders += sample(model, eval_clips, run.folder, done, process, stage_of(ds) == 3)
             run.tracker.event("sample", done)
 
     # finish
     if config.export:
-        with average.in_place():
-            export(ds_engine, config, run.folder, tag_map, ranks)
+        checkpoint = run.load_best(ds_engine, ema, steps)
+        export(ds_engine, ema, config, run.folder, tag_map, checkpoint, process)
     samples.wait_for(decoders)
-    all_sum([0.0], ranks)  # the samples of all ranks are on disk
+    barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
-    if ranks.first:
+    if process.is_main:
         say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
 
 
 def main(config: Config) -> None:
-    ds = resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
-    train(config, start_ranks(), ds)
+    train(config, init_process(), resolve_ds(config.ds, config, world_size()))
 
 
 if __name__ == "__main__":
-    deepspeed.utils.logger.setLevel("WARNING")
     run_main(main, CONFIG)

@@ -3,41 +3,43 @@
     deepspeed finetune/dia_lora.py --ds ds_configs/zero2.json \\
         --model nari-labs/Dia-1.6B-0626 --data DIR --eval-data DIR --out runs/my-voice
 
-DIR is a token dataset (data/encode.py makes one from audio). The same through the launcher, which chooses the
-number of ranks: ./launch.sh dia_lora --model ... . On a laptop, in a minute, with the embedded demo:
+DIR is a token dataset (data/encode.py makes one from audio). ./launch.sh dia_lora --model ... does the same and
+chooses the number of ranks. The embedded demo runs on a laptop in a minute:
 
     deepspeed finetune/dia_lora.py --ds ds_configs/zero2.json --steps 20 --samples 1
 """
 
 import dataclasses
 import functools
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import bar_codecs, catch_signals
+from common.runtime import catch_signals, forbid_codec_imports, world_size
 from models.dia.flags import DiaFlags
 
-# ---- arguments -------------------------------------------------------------------------------------------------
+# ---- flags -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Config(DiaFlags):
-    lora_groups: list[str] = flag(["attn"], "groups (enc_attn dec_self ...) or presets (attn attn_mlp decoder)")
-    lora_rank: int = flag(16, "rank r of the update", low=1)
-    lora_alpha: float = flag(16.0, "scale of the update is alpha / r", low=0)
-    lora_dropout: float = flag(0.05, "dropout on the input of the update", low=0, high=0.95)
-    group_ranks: list[str] = flag([], "other ranks for some groups, such as dec_cross=32")
-    rslora: bool = flag(False, "scale by alpha / sqrt(r)")
-    dora: bool = flag(False, "weight-decomposed LoRA")
-    weight_decay: float = flag(0.0, "LoRA matrices never decay", group="optimizer", low=0, high=0)
-    load_in: Literal["full", "8bit", "4bit"] = flag("full", "how the frozen base is held (bitsandbytes)")
+    without: ClassVar[tuple[str, ...]] = ("weight_decay",)  # LoRA matrices do not decay
+
+    lora_groups: list[str] = flag(
+        ["attn"], "modules to adapt: enc_attn dec_self dec_cross enc_mlp dec_mlp head, or attn, attn_mlp, decoder"
+    )
+    lora_rank: int = flag(16, "LoRA rank r", low=1)
+    lora_alpha: float = flag(16.0, "LoRA alpha: the update is scaled by alpha / r", low=0)
+    lora_dropout: float = flag(0.05, "dropout on the input of the LoRA update", low=0, high=0.95)
+    group_ranks: list[str] = flag([], "other LoRA ranks for some groups, such as dec_cross=32")
+    rslora: bool = flag(False, "rank-stabilised LoRA: scale by alpha / sqrt(r)")
+    dora: bool = flag(False, "weight-decomposed LoRA (DoRA)")
+    quantize: Literal["none", "8bit", "4bit"] = flag("none", "load the frozen base in 8 or 4 bits (bitsandbytes)")
 
 
-# The demo learns a random tiny model from nothing, so LoRA also needs the MLPs and the head, and a high rate.
+# The demo trains a random tiny model from nothing, so LoRA also needs the MLPs, the head and a high learning rate.
 DEMO = {
     "lora_groups": ["attn_mlp", "head"],
     "lora_rank": 32,
@@ -48,34 +50,35 @@ DEMO = {
     "warmup": 20.0,
     "micro_tokens": 600,
     "precision": "fp32",
-    "uncond": 0.1,
+    "text_dropout": 0.1,
     "save_every": 80,
     "eval_every": 80,
 }
 
-if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and no signal is lost
+if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
     catch_signals()
-    bar_codecs()
+    forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
 
-import deepspeed
 import torch
 from peft import PeftModel
 
-from common import checkpoint, engine, health, lora, memory, runs, samples
-from common.feed import mover, prefetch
-from common.keyed_random import key64
+from common import engine, lora, memory, optim, runs, samples
+from common.contracts import LossOutput
+from common.feed import prefetch, to_device
+from common.gradient_check import GradientCheck
+from common.keyed_random import torch_seed
 from common.lora import base_model
-from common.loss import fuse_head
-from common.metrics import Meter, due
-from common.optim import learning_rate
+from common.loss import IGNORE, codebook_loss, loss_head
+from common.metrics import Meter, is_due
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
-from models.dia.data import build_data
-from models.dia.evaluate import compute_loss, evaluate_and_log
+from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
+from common.tokens import TokenDataset
+from models.dia.data import Clips
+from models.dia.evaluate import token_metrics
 from models.dia.generate import sample
-from models.dia.layout import read_tag_map
+from models.dia.layout import labelled_states, layout_of, read_tag_map
 from models.dia.weights import load_dia
 
 # ---- model -----------------------------------------------------------------------------------------------------
@@ -103,184 +106,234 @@ def lora_groups(model_config) -> dict[str, tuple[str, int]]:
 
 
 def build_model(config: Config, ds: dict, tag_map: dict[str, int]) -> PeftModel:
-    """The frozen base with LoRA on the named groups. Under ZeRO-3 it is built sharded, never whole on a rank."""
-    if stage_of(ds) == 3 and config.load_in != "full":
-        raise UserError(f"--load-in {config.load_in} needs ZeRO-2: a quantised base cannot be sharded.")
+    """The frozen base with LoRA on the chosen groups. Under ZeRO-3 it is built sharded, never whole on one rank."""
+    if stage_of(ds) == 3 and config.quantize != "none":
+        raise UserError(f"--quantize {config.quantize} needs ZeRO-2: a quantised base cannot be sharded.")
     if stage_of(ds) == 3 and tag_map:
         raise UserError("--tag-map needs ZeRO-2: PEFT cannot train single rows of a sharded embedding.")
     engine.build_sharded(ds)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    model = load_dia(config.model, dtype, quantization(config, dtype))
+    model = load_dia(config.model, dtype, lora.quantization_config(config.quantize, dtype, keep=["logits_dense"]))
     names = [name for group in config.lora_groups for name in PRESETS.get(group, [group])]
-    found = lora.resolve_groups(model, lora_groups(model.config), names)
-    for group, hits in found.items():
+    modules = lora.resolve_groups(model, lora_groups(model.config), names)
+    for group, hits in modules.items():
         say(f"LoRA {group}: {len(hits)} modules")
-    fuse_head(model.logits_dense)
+    model.logits_dense = loss_head(model.logits_dense)
     model = lora.add_lora(
         model,
-        found,
+        modules,
         config.lora_rank,
-        seed=key64(config.seed, "lora") % 2**63,
-        group_ranks=parse_group_ranks(config.group_ranks, found),
+        seed=torch_seed(config.seed, "lora"),
+        group_ranks=parse_group_ranks(config.group_ranks, modules),
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         use_rslora=config.rslora,
         use_dora=config.dora,
-        # The byte embedding is frozen: without this a new tag's row would stay an untrained vector.
+        # The byte embedding is frozen: without this the row of a new tag would stay an untrained vector.
         trainable_token_indices={"embedding": sorted(tag_map.values())} if tag_map else None,
     )
     if config.gradient_checkpointing:
-        # Reentrant checkpointing finds no input that needs a gradient and dies.
+        # Reentrant checkpointing needs an input that requires a gradient, and the frozen embeddings give none.
         base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def quantization(config: Config, dtype: torch.dtype):
-    if config.load_in == "full":
-        return None
-    from transformers import BitsAndBytesConfig
-
-    keep = ["logits_dense"]  # the loss reads the head's weight itself
-    if config.load_in == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=keep)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=keep
-    )
-
-
-def parse_group_ranks(items: list[str], found: dict) -> dict[str, int]:
+def parse_group_ranks(items: list[str], modules: dict) -> dict[str, int]:
     ranks = {}
     for item in items:
         group, _, rank = item.partition("=")
-        if group not in found or not rank.isdigit() or int(rank) < 1:
-            raise UserError(f"--group-ranks {item}: write GROUP=RANK with one of {', '.join(found)}.")
+        if group not in modules or not rank.isdigit() or int(rank) < 1:
+            raise UserError(f"--group-ranks {item}: write GROUP=RANK, where GROUP is one of {', '.join(modules)}.")
         ranks[group] = int(rank)
     return ranks
+
+
+# ---- data ------------------------------------------------------------------------------------------------------
+
+
+def build_data(path: str, model, config: Config, tag_map: dict, process: Process, train: bool) -> Clips | None:
+    """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
+    if not path:
+        return None
+    tokens = TokenDataset(path)
+    on_main(tokens.verify, process)
+    clips = Clips(tokens, layout_of(base_model(model).config), config, tag_map, train)
+    if not len(clips):
+        raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
+    clips.warn()
+    return clips
+
+
+# ---- batch to loss ---------------------------------------------------------------------------------------------
+
+
+def compute_loss(model, batch: dict, clips: Clips) -> LossOutput:
+    """Weighted cross-entropy of the next code in every channel, SUMMED over targets: the step divides it later.
+
+    N positions with at least one target, C channels. To add a term, add its weighted sum over targets to loss_sum, and
+    a (sum, count) pair to the parts to see it in the log.
+    """
+    hidden_nd, labels_nc = labelled_states(model, batch)
+    is_target = labels_nc != IGNORE
+    weights_nc = is_target * torch.as_tensor(clips.channel_weights, dtype=torch.float32, device=labels_nc.device)
+    weights_nc = torch.where(labels_nc == clips.layout.eos, weights_nc * clips.config.eos_weight, weights_nc)
+    loss_sum, losses_nc = codebook_loss(base_model(model).logits_dense, hidden_nd, labels_nc, weights_nc)
+    sums_2c = torch.stack([losses_nc.sum(0), is_target.sum(0).float()]).detach()
+    return LossOutput(loss_sum, {f"channel_{c}": sums_2c[:, c] for c in range(sums_2c.shape[1])})
+
+
+# ---- evaluation and score --------------------------------------------------------------------------------------
+
+
+def evaluate(model, clips: Clips | None, run: runs.Run, ema: engine.Ema, step: int) -> float | None:
+    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
+    if not clips:
+        return None
+    with ema.applied():
+        metrics = token_metrics(model, clips, run.process)
+    run.tracker.event("eval", step, **metrics)
+    say(f"evaluation at step {step}: loss {metrics['loss']:.4f}  text gap {metrics['text_gap']:.4f}"
+        f"  end recall {metrics['eos_recall']:.2f}  end false alarm {metrics['eos_false_alarm']:.4f}")  # fmt: skip
+    # The score is the loss. A model that would not stop speaking has none, so it is never the best.
+    return metrics["loss"] if metrics["eos_recall"] >= clips.config.min_eos_recall else None
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(engine_, config: Config, folder: Path, tag_map: dict, ranks: Ranks) -> Path:
-    """The adapter from the fp32 masters, as plain PEFT loads it. Every rank must call it: ZeRO-3 gathers here."""
-    weights = engine.full_weights(engine_)
-    final, draft = folder / "export", folder / ".export.tmp"
-    if ranks.first:
-        model = engine_.module.model
-        model.peft_config["default"].base_model_name_or_path = config.model
-        runs.fresh(draft)
-        model.save_pretrained(str(draft), state_dict=weights, save_embedding_layers=False)
-        checkpoint.write_json(draft / "tag_map.json", tag_map)
-        checkpoint.write_json(draft / "training_config.json", dataclasses.asdict(config))
-        runs.replace(draft, final)
-    return final
+def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, tag_map: dict, checkpoint: dict, process: Process):
+    """Writes the adapter with fp32 master (or EMA) weights, as plain PEFT loads it. `checkpoint`: its step and score.
+
+    Every rank must call it: ZeRO-3 gathers the weights here.
+    """
+    with ema.applied():
+        weights = engine.full_weights(ds_engine, keep=process.is_main)
+    if process.is_main:
+        training = dataclasses.asdict(config) | {"recipe": "dia_lora", "checkpoint": checkpoint}
+        files = {"tag_map.json": tag_map, "training_config.json": training}
+        lora.write_adapter(ds_engine.module.model, weights, folder / "export", config.model, files)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, ranks: Ranks, ds: dict):
-    """The whole run; returns the engine with its trained weights."""
+def train(config: Config, process: Process, ds: dict):
+    """The whole run; returns the engine with the exported weights."""
     if not config.model:
-        assets = runs.demo_assets(ranks)
-        config.model, config.data = str(assets / "dia"), str(assets / "tokens" / "train")
-        config.eval_data = config.eval_data or str(assets / "tokens" / "eval")
+        assets = runs.demo_assets(process, "dia")
+        config = dataclasses.replace(
+            config,
+            model=str(assets / "dia"),
+            data=str(assets / "tokens" / "train"),
+            eval_data=config.eval_data or str(assets / "tokens" / "eval"),
+        )
 
     # model and data
     tag_map = read_tag_map(config.tag_map)
     model = build_model(config, ds, tag_map)
-    clips = build_data(config.data, model, config, tag_map, ranks, train=True)
-    eval_clips = build_data(config.eval_data, model, config, tag_map, ranks, train=False)
+    clips = build_data(config.data, model, config, tag_map, process, train=True)
+    eval_clips = build_data(config.eval_data, model, config, tag_map, process, train=False)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    micro_batches = ranks.world * config.accumulation  # of one optimizer step
-    steps = config.steps or plan.steps(config.epochs, micro_batches)
-    say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches} micro-batches")
-    needs = memory.say_needs(model, ds, config, ranks)
+    micro_batches_per_step = process.world * config.accumulation
+    steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
+    say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
+        " micro-batches")  # fmt: skip
 
-    # engine and resume
-    loss_of = functools.partial(compute_loss, clips=clips)
-    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("lora_", "embed", "norm"))
-    average = engine.Average(ds_engine, config.ema)
-    to_device = mover(ranks.device)
+    # optimizer and engine
+    groups = optim.parameter_groups(model, weight_decay=0.0, no_decay=())
+    optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
+    predicted = memory.report_prediction(model, optimizer, ds, config, process)
+    loss_fn = functools.partial(compute_loss, clips=clips)
+    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+    ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()
-        weight = clips.target_weight(longest, 0)
-        engine.dry_run(ds_engine, lambda chosen: to_device(clips.batch(chosen)), longest, weight, needs, ranks)
+        batch, one_clip = (to_device(clips.batch(rows), process.device) for rows in (longest, longest[:1]))
+        engine.dry_run(ds_engine, batch, one_clip, clips.target_weight(longest), predicted, process)
         return ds_engine
-    fingerprint = clips.fingerprint() | {"tag_map": tag_map}
-    run = runs.Run("dia_lora", config, ds, ranks, ds_engine, average, fingerprint, steps)
 
-    # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
-    def build(number: int) -> dict:
-        epoch, chosen = plan.micro_batch(number)
-        return clips.batch(chosen, epoch, number // micro_batches)
+    # fresh start or resume
+    fingerprint = clips.fingerprint() | {"tag_map": tag_map, "optimizer": optim.describe_optimizer(optimizer)}
+    run = runs.Run("dia_lora", config, ds, process, fingerprint, steps)
+    if run.checkpoint:
+        run.load(ds_engine, ema)
+    else:
+        evaluate(model, eval_clips, run, ema, step=0)  # what training has to improve on
+    gradient_check = GradientCheck(active=not run.checkpoint)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
 
-    feed = prefetch(build, range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world))
+    def build_micro_batch(index: int) -> dict:
+        epoch, rows = plan.micro_batch(index)
+        return clips.batch(rows, epoch)
+
+    # Every rank knows the whole plan; its own micro-batches are every world-th one.
+    first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
+    batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
     decoders = []
-    gate = health.Gate(closed=run.start == 0)
-    if run.start == 0:
-        evaluate_and_log(model, eval_clips, run, 0, to_device)
-    if all_sum([float(stop_requested())], ranks)[0]:
-        run.stop(run.start)
     model.train()
-    for step in range(run.start, steps):
+    for step in range(run.start_step, steps):
+        # ---- one optimizer step ------------------------------------------------------------------------------
+        # The loss is divided once, by the target weight of the whole step (all ranks, all micro-batches), which the
+        # plan tells in advance. Averaging the means of unequal micro-batches would weight short clips more.
         meter = Meter()
-        parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
-        step_weight = sum(clips.target_weight(chosen, epoch) for epoch, chosen in parts)
-        for turn in range(config.accumulation):
-            batch = to_device(meter.next(feed))
-            # Dropout depends on the micro-batch alone, not on the rank that gets it or on what ran before.
-            torch.manual_seed(key64(config.seed, step, turn * ranks.world + ranks.rank, "dropout") % 2**63)
-            loss_sum, stats = ds_engine(batch)
-            engine.backward(ds_engine, loss_sum, step_weight, ranks.world)
-            meter.add(batch, loss_sum, stats)
-            if turn + 1 < config.accumulation:
-                ds_engine.step()  # only counts the micro-batch
-        gate.before_step(ds_engine)
-        lr = learning_rate(step, steps, config)
-        engine.set_learning_rate(ds_engine, lr)
-        applied, norm = engine.take_step(ds_engine)
-        totals = meter.reduce(ranks)
+        rows_of_step = [plan.micro_batch(step * micro_batches_per_step + i) for i in range(micro_batches_per_step)]
+        step_weight = sum(clips.target_weight(rows, epoch) for epoch, rows in rows_of_step)
+        for i in range(config.accumulation):
+            with meter.waiting():
+                batch = next(batches)
+            # Dropout depends on the micro-batch alone, not on its rank or on what ran before.
+            torch.manual_seed(torch_seed(config.seed, step, i * process.world + process.rank, "dropout"))
+            output = ds_engine(batch)
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            meter.add(batch, output)
+            if i + 1 < config.accumulation:
+                ds_engine.step()  # DeepSpeed only counts the micro-batch here
+        gradient_check.before_step(ds_engine)
+        lr = optim.learning_rate(step, steps, config)
+        optim.set_learning_rate(ds_engine, lr)
+        applied, grad_norm = engine.take_step(ds_engine)
+        totals = meter.reduce(process)
+        # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
         if applied:
-            gate.after_step(ds_engine)
-            average.update(step)
-            positions = sum(int(clips.lengths[chosen].sum()) for _, chosen in parts)
-            epoch = round(done * micro_batches / plan.per_epoch, 4)
-            run.log(done, meter, totals, positions, epoch=epoch, lr=lr, grad_norm=norm)
+            gradient_check.after_step(ds_engine)
+            ema.update(step)
+            positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)
+            epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
+            run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
         else:
-            run.skip(done, meter, [clips.id(clip) for _, chosen in parts for clip in chosen])
+            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
 
-        score = None
-        if last or due(config.eval_every, done):
-            score = evaluate_and_log(model, eval_clips, run, done, to_device)
-        if last or totals.stop or due(config.save_every, done):
-            run.save(done, score)
-        if totals.stop and not last:
+        score, is_best = None, False
+        if last or is_due(config.eval_every, done):
+            score = evaluate(model, eval_clips, run, ema, done)
+            is_best = run.is_best(done, score)
+        if last or totals.stop or is_best or is_due(config.save_every, done):
+            run.save(ds_engine, ema, done, score)
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
-        if eval_clips and config.samples and (last or due(config.sample_every, done)):
-            with average.in_place():
-                decoders += sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
+        if eval_clips and config.samples and (last or is_due(config.sample_every, done)):
+            with ema.applied():
+                decoders += sample(model, eval_clips, run.folder, done, process, stage_of(ds) == 3)
             run.tracker.event("sample", done)
 
     # finish
     if config.export:
-        with average.in_place():
-            export(ds_engine, config, run.folder, tag_map, ranks)
+        checkpoint = run.load_best(ds_engine, ema, steps)
+        export(ds_engine, ema, config, run.folder, tag_map, checkpoint, process)
     samples.wait_for(decoders)
-    all_sum([0.0], ranks)  # the samples of all ranks are on disk
+    barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
-    if ranks.first:
+    if process.is_main:
         say(f"adapter  {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
 
 
 def main(config: Config) -> None:
-    ds = resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
-    train(config, start_ranks(), ds)
+    train(config, init_process(), resolve_ds(config.ds, config, world_size()))
 
 
 if __name__ == "__main__":
-    deepspeed.utils.logger.setLevel("WARNING")
     run_main(main, CONFIG)

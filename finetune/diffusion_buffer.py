@@ -1,16 +1,16 @@
-"""Train or fine-tune a Diffusion Buffer: online speech enhancement by diffusion, one network call a frame.
+"""Train or fine-tune a Diffusion Buffer: online speech enhancement by diffusion, one network call per frame.
 
     deepspeed finetune/diffusion_buffer.py --ds ds_configs/zero2.json --data pairs/train --hold-out p286 --out runs/live
     deepspeed finetune/diffusion_buffer.py --ds ds_configs/zero2.json --model official.ckpt --data pairs/train \\
         --hold-out p286 --lr 5e-5 --warmup 500 --out runs/tuned
 
-pairs/train is a dataset of data/pairs.py at 16 kHz. The first command starts from nothing; --model takes an export
-or a Lightning checkpoint of the official trainer. Then:
+pairs/train is a dataset of noisy/clean pairs at 16 kHz (data/pairs.py makes one). The first command trains from
+scratch; --model takes an export of this recipe or a Lightning checkpoint of the official code. Before and after:
 
-    python finetune/diffusion_buffer.py --enhance noisy_wavs --model runs/live/export --out enhanced --delay 5
-    python finetune/diffusion_buffer.py --doctor
+    python finetune/infer/diagnose.py --recipe diffusion_buffer
+    python finetune/infer/enhance.py --run runs/live --source noisy_wavs --out enhanced --delay 5
 
-On a laptop, in a minute, with the embedded demo:
+The embedded demo runs on a laptop in a minute:
 
     deepspeed finetune/diffusion_buffer.py --ds ds_configs/zero2.json --steps 20 --eval-every 0
 """
@@ -18,7 +18,7 @@ On a laptop, in a minute, with the embedded demo:
 import dataclasses
 import faulthandler
 import functools
-import os
+import math
 import signal as signals
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,68 +27,97 @@ from typing import ClassVar, Literal
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.pair_flags import PairConfig
-from common.runtime import bar_codecs, catch_signals
+from common.runtime import catch_signals, forbid_codec_imports, world_size
 
-# ---- arguments -------------------------------------------------------------------------------------------------
+# ---- flags -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Config(PairConfig):
-    without: ClassVar[tuple[str, ...]] = ("micro_tokens", "seconds", "test_data", "gradient_checkpointing")
+    without: ClassVar[tuple[str, ...]] = (*PairConfig.without, "seconds", "test_data", "gradient_checkpointing")
 
-    doctor: bool = flag(False, "check mathematics, stream and loss without training, then stop", group="run", free=True)
-    deep: bool = flag(False, "--doctor also learns one clip by heart, in minutes", group="run", free=True)
-    safe: bool = flag(False, "micro-batches of one crop, fp32, no thread: the same training", group="run", free=True)
-    overfit: str = flag("", "train and evaluate on the clip of this id alone: it must learn it by heart", group="run")
-    delay: int = flag(0, "--enhance: frames until a frame is given out; 0 = the buffer", group="run", low=0, free=True)
-    temperature: float = flag(1.0, "--enhance: scale of the stream's noise; 0 = none", group="run", low=0, free=True)
-    refresh_context: bool = flag(False, "--enhance: the newest estimates replace the context", group="run", free=True)
-    redraw_start: bool = flag(False, "--enhance: empty places are drawn for each frame", group="run", free=True)
+    overfit: str = flag("", "sanity check: train and evaluate only on the clip with this id", group="run")
 
-    epochs: float = flag(250.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
-    micro_batch: int = flag(4, "crops a rank and micro-batch", group="schedule", low=1, free=True)
-    accumulation: int = flag(1, "micro-batches a rank and optimizer step", group="schedule", low=1, free=True)
-    schedule: Literal["cosine", "plateau"] = flag("cosine", "after the warm-up", group="schedule")
-    patience: int = flag(3, "plateau: evaluations without a better --best-by until a drop", group="schedule", low=1)
-    drop: float = flag(0.5, "plateau: factor of a drop, down to --min-lr-ratio", group="schedule", low=0.01, high=1)
-    weight_decay: float = flag(0.0, "on matrices only; 0 = off", group="optimizer", low=0)
-    ema: float = flag(0.999, "decay of the average of the weights; 0 = off", group="optimizer", low=0, high=0.99999)
-    precision: Literal["bf16", "fp32"] = flag("bf16", "of the network; all else is fp32", group="optimizer", free=True)
-    max_skips: int = flag(5, "abort after this many non-finite steps in a row", group="optimizer", low=1)
+    epochs: float = flag(250.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
+    # Crops are planned one by one: how they are split into micro-batches and ranks does not change the training.
+    micro_batch: int = flag(
+        4, "crops per micro-batch on each rank; halved if it runs out of memory", group="schedule", low=1,
+        may_change=True,
+    )  # fmt: skip
+    accumulation: int = flag(
+        1, "gradient accumulation: micro-batches per optimizer step on each rank", group="schedule", low=1,
+        may_change=True,
+    )  # fmt: skip
+    schedule: Literal["cosine", "plateau"] = flag(
+        "cosine", "learning-rate schedule after the warm-up", group="schedule"
+    )
+    patience: int = flag(
+        3, "plateau: evaluations in a row without a better --best-by before the learning rate drops", group="schedule",
+        low=1,
+    )  # fmt: skip
+    drop: float = flag(
+        0.5, "plateau: factor of each drop of the learning rate, down to --min-lr-ratio", group="schedule", low=0.01,
+        high=1,
+    )  # fmt: skip
+    weight_decay: float = flag(0.0, "weight decay of matrices; 0 = off", group="optimizer", low=0)
+    ema: float = flag(
+        0.999, "decay of the moving average of the trained weights; 0 = off", group="optimizer", low=0, high=0.99999
+    )
+    precision: Literal["bf16", "fp32"] = flag(
+        "bf16", "compute precision of the network (mixed precision); spectra, diffusion and loss are fp32",
+        group="optimizer", may_change=True,
+    )  # fmt: skip
+    max_skips: int = flag(
+        5, "stop after this many non-finite steps in a row", group="optimizer", low=1, may_change=True
+    )
     best_by: Literal["pesq", "estoi", "si_sdr", "sdr", "lsd", "loss"] = flag(
-        "pesq", "metric of the stream that chooses checkpoint and export, and that a plateau is seen by", group="output"
+        "pesq", "metric that selects the best checkpoint, and that --schedule plateau watches", group="output"
     )
 
-    network: Literal["ncsnpp", "block_causal"] = flag("ncsnpp", "of the first or of the second paper")
-    width: int = flag(0, "channels of the first scale; 0 = as published, 96 or 128", low=0)
-    block: Literal[16, 32] = flag(32, "block_causal: frames of a block")
-    n_fft: int = flag(510, "samples of a window", low=30)
-    hop: int = flag(256, "samples between windows", low=8)
-    frames: int = flag(128, "frames that the network sees, rounded up to what it takes", low=8)
-    buffer: int = flag(20, "frames that are being denoised, the last of --frames", low=4)
-    buffer_low: int = flag(0, "each step draws its buffer from this many frames up to --buffer; 0 = no draw", low=0)
-    sde_c: float = flag(0.08, "noise of the diffusion: g(t)^2 = c k^2t")
-    sde_k: float = flag(2.6, "its growth")
-    t_eps: float = flag(0.03, "smallest time")
-    t_max: float = flag(0.999, "largest time in training")
-    reverse_start: float = flag(0.8, "time of the newest frame in the stream")
-    loss: Literal["dp", "dsm", "dsm_unweighted"] = flag("dp", "dp: clean speech, any delay; dsm: the score")
-    output_scale: Literal["auto", "none", "sigma", "time"] = flag("auto", "auto = none for dp, sigma for dsm")
-    times: Literal["jitter", "random", "grid"] = flag("jitter", "how a crop's times are drawn")
-    context_time: float = flag(0.0, "time of the context; 1 = official weights of scale time", low=0, high=1)
-    context_noise: float = flag(0.0, "share of the crops whose context is not clean", low=0, high=1)
-    context_own: float = flag(0.0, "share of the steps whose context is the network's own", low=0, high=1)
-    level: Literal["none", "track"] = flag("none", "track: frames are brought to one level by those before them")
-    phase: Literal["auto", "start", "middle"] = flag(
-        "auto", "of a bin, from its window's start (official weights; ncsnpp) or middle (block_causal)"
+    network: Literal["ncsnpp", "block_causal"] = flag(
+        "ncsnpp", "ncsnpp: the network of the first paper; block_causal: of the second"
     )
-    gain_low: float = flag(-12.0, "keyed random level of a crop in dB, from")
-    gain_high: float = flag(6.0, "to")
-    pad_short: bool = flag(False, "accept clips shorter than the buffer: silence comes before them")
+    width: int = flag(0, "channels of the first scale; 0 = as published (ncsnpp 96, block_causal 128)", low=0)
+    block: Literal[16, 32] = flag(32, "block_causal: frames per block")
+    n_fft: int = flag(510, "STFT window length in samples", low=30)
+    hop: int = flag(256, "samples between STFT frames", low=8)
+    frames: int = flag(128, "frames that the network sees, rounded up to a multiple that it accepts", low=8)
+    buffer: int = flag(20, "frames in the buffer, which are being denoised: the last of --frames", low=4)
+    buffer_low: int = flag(
+        0, "draw the buffer size of each optimizer step from this up to --buffer; 0 = always --buffer", low=0
+    )
+    sde_c: float = flag(0.08, "diffusion noise level: c in g(t)^2 = c k^2t")
+    sde_k: float = flag(2.6, "diffusion noise growth: k in g(t)^2 = c k^2t")
+    t_eps: float = flag(0.03, "smallest diffusion time")
+    t_max: float = flag(0.999, "largest diffusion time in training")
+    reverse_start: float = flag(0.8, "diffusion time of the newest frame when streaming")
+    loss: Literal["dp", "dsm", "dsm_unweighted"] = flag(
+        "dp", "dp: predict clean speech, which allows any delay; dsm: denoising score matching"
+    )
+    output_scale: Literal["auto", "none", "sigma", "time"] = flag(
+        "auto", "what the network output is divided by; auto = none for dp, sigma for dsm"
+    )
+    times: Literal["jitter", "random", "grid"] = flag(
+        "jitter", "diffusion times of a crop: jitter = near those of a stream, random = uniform, grid = always the same"
+    )
+    context_time: float = flag(
+        0.0, "diffusion time of context frames; 1 for official weights with --output-scale time", low=0, high=1
+    )
+    context_noise: float = flag(0.0, "fraction of crops whose context is corrupted by noise", low=0, high=1)
+    context_own: float = flag(
+        0.0, "fraction of optimizer steps whose context is the network's own output", low=0, high=1
+    )
+    level: Literal["none", "track"] = flag("none", "track: causal loudness normalisation")
+    phase: Literal["auto", "start", "middle"] = flag(
+        "auto", "reference of the STFT phase: the window's start (ncsnpp, official weights) or middle (block_causal)"
+    )
+    gain_low: float = flag(-12.0, "lower bound of the random gain of a crop in dB")
+    gain_high: float = flag(6.0, "upper bound of the random gain of a crop in dB")
+    pad_short: bool = flag(False, "accept clips shorter than the buffer, with silence before them")
 
     @property
     def engine_precision(self) -> str:
-        return "fp32"  # bf16 is for the network alone; spectra, diffusion and loss need all their digits
+        return "fp32"  # --precision is for the network alone, by autocast: weights, spectra and loss stay in fp32
 
 
 # A narrow network that learns the synthetic noise in a minute.
@@ -113,47 +142,43 @@ DEMO = {
     "samples": 2,
 }
 
-if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and the scorers stay small
+if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
     catch_signals()
-    bar_codecs()
+    forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
     from common.scorer import Scorer
 
-    SCORER = Scorer(CONFIG.pesq_workers)
+    SCORER = Scorer(CONFIG.pesq_workers)  # its processes are forked here, while this one is small
 
-import deepspeed
-import numpy as np
 import torch
 from torch import nn
 
-from common import engine, memory, runs
-from common.feed import mover, prefetch
-from common.keyed_random import key64, uniform
-from common.metrics import Meter, due
-from common.optim import judge, plateau_rate
-from common.pairs import PairDataset, open_pairs, split_pairs
+from common import engine, memory, optim, runs
+from common.contracts import LossOutput
+from common.feed import prefetch, to_device
+from common.keyed_random import torch_seed, uniform
+from common.metrics import Meter, is_due
+from common.pairs import open_pairs, split_pairs
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, run_main, say, start_ranks, stop_requested
+from common.runtime import Process, any_rank, barrier, init_process, run_main, say, stop_requested
 from common.scorer import Scorer
 from models.diffusion_buffer import signal
-from models.diffusion_buffer.data import Windows, buffer_size
-from models.diffusion_buffer.enhance import Traced, enhance_folder, say_latency
-from models.diffusion_buffer.evaluate import Evaluation, evaluate, sample, shown_score
+from models.diffusion_buffer.data import Clips, buffer_size
+from models.diffusion_buffer.enhance import say_latency
+from models.diffusion_buffer.evaluate import EvalClips, log_details, measure_files, sample, summarise
 from models.diffusion_buffer.network import build_network
-from models.diffusion_buffer.signal import Spec, batch_to_loss, spec_of
-from models.diffusion_buffer.trial import dry_run, try_loss
+from models.diffusion_buffer.signal import Spec, spec_of
 from models.diffusion_buffer.weights import load_network, write_export
-
-FP32_STEPS = 100  # after a loss that only fp32 could compute
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
 
 def build_model(config: Config, ds: dict, spec: Spec) -> nn.Module:
+    """The network, from --model or with random weights."""
     if stage_of(ds) == 3:
         raise UserError(f"--ds {config.ds} is ZeRO-3: 18 to 26 million weights need no sharding, use zero2.json.")
-    torch.manual_seed(key64(config.seed, "weights") % 2**63)
+    torch.manual_seed(torch_seed(config.seed, "weights"))
     if config.model:
         return load_network(config.model, spec)[0]
     return build_network(spec.network, spec.width, spec.block)
@@ -162,186 +187,294 @@ def build_model(config: Config, ds: dict, spec: Spec) -> nn.Module:
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
-def build_data(config: Config, spec: Spec, ranks: Ranks) -> tuple[Windows, PairDataset | None, np.ndarray]:
-    """The windows to train on; the pairs, and which of them, to evaluate on."""
+def build_data(config: Config, spec: Spec, scorer: Scorer, process: Process) -> tuple[Clips, EvalClips | None]:
+    """The clips to train on and the files to evaluate on, None if there are none."""
     if config.overfit:
-        pairs = open_pairs(config.data, signal.RATE, config.verify_data, ranks)
-        rows = pairs.rows_named(config.overfit)
-        return Windows(pairs, rows, spec, config), pairs, rows
-    crops, chosen, rows = split_pairs(config, signal.RATE, ranks)
-    return Windows(crops.pairs, crops.rows, spec, config), chosen, rows
+        pairs = eval_pairs = open_pairs(config.data, signal.RATE, process)
+        rows = eval_rows = pairs.rows_named(config.overfit)
+    else:
+        pairs, rows, eval_pairs, eval_rows = split_pairs(config, signal.RATE, process)
+    eval_clips = EvalClips(eval_pairs, eval_rows, spec, config.seed, scorer) if len(eval_rows) else None
+    return Clips(pairs, rows, spec, config), eval_clips
 
 
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def compute_loss(model, batch, spec: Spec):
-    """Loss sum, its parts by quarter of the times, and the output's size; see models/diffusion_buffer/signal.py."""
-    return batch_to_loss(model, batch, spec)
+def compute_loss(model, batch: dict, spec: Spec) -> LossOutput:
+    """Squared error of the network on the buffer, SUMMED over bins and frames: the step divides it later.
+
+    N crops, F bins, K frames, of which the last B are the buffer. The buffer holds noisy speech at rising diffusion
+    times t with noise z added; the context, the frames before it, holds clean speech. To add a term, add its weighted
+    sum over target bins to loss_sum, and a (sum, count) pair to the parts to see it in the log.
+    """
+    clean_nfk, noisy_nfk = signal.spectra(batch["clean"], spec), signal.spectra(batch["noisy"], spec)
+    if "loudness" in batch:  # --level track
+        clean_nfk, noisy_nfk = (side * batch["loudness"][:, None] for side in (clean_nfk, noisy_nfk))
+    t_nb, sigma_nb, z_nfb = batch["t"], batch["sigma"], batch["z"]
+    context = spec.frames - t_nb.shape[1]  # number of frames before the buffer
+
+    # What a stream would have at this point: a buffer on its way from noisy to clean, and what is already enhanced.
+    target_nfb = clean_nfk[..., context:]
+    buffer_nfb = signal.diffuse(target_nfb, noisy_nfk[..., context:], t_nb, sigma_nb, z_nfb)
+    context_nfk = clean_nfk[..., :context]
+    if "context_mix" in batch:  # --context-noise: a stream's context is not perfectly clean
+        noise_nfk = (noisy_nfk - clean_nfk)[..., :context]
+        context_nfk = context_nfk + batch["context_mix"][:, None, None] * noise_nfk + batch["context_noise"]
+
+    # Only the network computes in bf16: spectra, diffusion and loss need the digits of fp32.
+    with torch.autocast(t_nb.device.type, dtype=torch.bfloat16, enabled=batch["autocast"]):
+        times, scales = model.embed(signal.frame_times(spec, t_nb)), signal.output_scales(spec, t_nb, sigma_nb)
+        if batch["own"]:  # --context-own
+            context_nfk = own_context(model, clean_nfk, noisy_nfk, batch, times, scales)
+        output_nfk = model(torch.cat([context_nfk, buffer_nfb], dim=-1), noisy_nfk, times, scales)
+
+    output_nfb = output_nfk[..., context:]
+    if spec.loss == "dp":  # data prediction: the output is clean speech
+        error_nfb = output_nfb - target_nfb
+    elif spec.loss == "dsm":  # denoising score matching: the output is the score -z / sigma, here times sigma
+        error_nfb = sigma_nb[:, None] * output_nfb + z_nfb
+    else:  # dsm_unweighted
+        error_nfb = output_nfb + z_nfb / sigma_nb[:, None]
+    squares_nb = torch.view_as_real(error_nfb).square().sum(-1).sum(1)
+
+    # In the log: the loss by quarter of the diffusion times, t1 nearly clean to t4 nearly noisy, and the output's size.
+    quarters = torch.tensor_split(squares_nb.detach().sum(0), 4)
+    bins = len(squares_nb) * spec.bins  # target bins per frame of the buffer
+    parts = {f"t{i}": torch.stack([q.sum(), q.new_tensor(len(q) * bins)]) for i, q in enumerate(quarters, start=1)}
+    size = output_nfb.detach().abs()
+    return LossOutput(squares_nb.sum(), parts, {"out_rms": size.square().mean().sqrt(), "out_max": size.max()})
 
 
-def loss_or_fp32(ds_engine, batch: dict):
-    """The loss, computed again in fp32 where bf16 makes it infinite; whether that helped."""
-    found = ds_engine(batch)
-    if not batch["autocast"] or bool(found[0].isfinite()):
-        return *found, False
-    found = ds_engine(batch | {"autocast": False})
-    return *found, bool(found[0].isfinite())
+@torch.no_grad()
+def own_context(model, clean_nfk, noisy_nfk, batch: dict, times, scales) -> torch.Tensor:
+    """The context as a stream has it: its newest B frames are the network's output, seen one buffer earlier."""
+    buffer = batch["t"].shape[1]
+    context = clean_nfk.shape[-1] - buffer
+    clean_nfk, noisy_nfk = (  # B frames earlier, with silence before
+        torch.cat([torch.zeros_like(side[..., :buffer]), side[..., :context]], dim=-1)
+        for side in (clean_nfk, noisy_nfk)
+    )
+    clean_context, clean_buffer = clean_nfk[..., :context], clean_nfk[..., context:]
+    buffer_nfb = signal.diffuse(clean_buffer, noisy_nfk[..., context:], batch["t"], batch["sigma"], batch["z_own"])
+    output_nfk = model(torch.cat([clean_context, buffer_nfb], dim=-1), noisy_nfk, times, scales)
+    return torch.cat([clean_context, output_nfk[..., context:]], dim=-1)[..., buffer:]
+
+
+FP32_STEPS = 100  # how long --precision bf16 computes in fp32 after a loss that was finite only there
+
+
+def loss_or_fp32(ds_engine, batch: dict) -> tuple[LossOutput, bool]:
+    """The loss, and whether it had to be computed in fp32 because it is finite only there.
+
+    A loss that is not finite even in fp32 comes from the clip or the weights: the step is then skipped as usual.
+    """
+    output = ds_engine(batch)
+    if not batch["autocast"] or bool(output.loss_sum.isfinite()):
+        return output, False
+    output = ds_engine(batch | {"autocast": False})
+    return output, bool(output.loss_sum.isfinite())
+
+
+# ---- evaluation and score --------------------------------------------------------------------------------------
+
+
+def evaluate(model, clips: EvalClips | None, run: runs.Run, ema: engine.Ema, step: int) -> float | None:
+    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
+    if not clips:
+        return None
+    with ema.applied():
+        rows = measure_files(model, clips, run.process)
+    metrics = summarise(rows, clips.spec)
+    run.tracker.event("eval", step, **metrics)
+    say(f"evaluation at step {step}: SI-SDR {metrics['si_sdr']:.2f} dB (noisy {metrics['noisy_si_sdr']:.2f})  PESQ"
+        f" {metrics['pesq']:.3f} (noisy {metrics['noisy_pesq']:.3f})  ESTOI {metrics['estoi']:.3f}"
+        f"  LSD {metrics['lsd']:.2f} dB  loss {metrics['loss']:.5f}")  # fmt: skip
+    log_details(rows, clips.spec, run, step)
+    # The score is the metric of --best-by at the full delay, negated where higher is better. Without a value, or with
+    # a single output that is not finite, there is no score, so such a model is never the best.
+    best_by = run.config.best_by
+    if not math.isfinite(metrics[best_by]) or metrics["not_finite"]:
+        return None
+    return metrics[best_by] if best_by in ("lsd", "loss") else -metrics[best_by]
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(model, spec: Spec, run: runs.Run, facts: dict) -> None:
-    """The averaged weights with all that a stream needs to know. Every rank must call it."""
-    with run.average.in_place():
-        if run.ranks.first:
-            write_export(run.folder, model, spec, facts | {"training_config": dataclasses.asdict(run.config)})
+def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, spec: Spec, checkpoint: dict, process: Process):
+    """Writes the EMA weights with all the settings that a stream needs. `checkpoint`: its step and score.
+
+    Every rank must call it: each holds a part of the EMA.
+    """
+    with ema.applied():
+        if process.is_main:
+            facts = {"recipe": "diffusion_buffer", "checkpoint": checkpoint}
+            facts["training_config"] = dataclasses.asdict(config)
+            write_export(folder, ds_engine.module.model, spec, facts)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, ranks: Ranks, ds: dict, scorer: Scorer):
-    """The whole run; returns the engine with its trained weights."""
+def train(config: Config, process: Process, ds: dict, scorer: Scorer):
+    """The whole run; returns the engine with the exported weights."""
     if not config.data:
         if config.model:
-            raise UserError("--model without --data: give pairs to train on, or --enhance.")
-        config.data = str(runs.demo_assets(ranks, "diffusion_buffer") / "pairs")
+            raise UserError("--model without --data: add the pairs to fine-tune on.")
+        config = dataclasses.replace(config, data=str(runs.demo_assets(process, "pairs") / "strong"))
 
     # model and data
     spec = spec_of(config)
     model = build_model(config, ds, spec)
-    windows, chosen, rows = build_data(config, spec, ranks)
-    crops = config.micro_batch * config.accumulation * ranks.world  # of one optimizer step
-    plan = Plan(np.ones(len(windows), dtype=np.int64), 1, config.seed)  # one by one: any split trains the same steps
-    steps = config.steps or plan.steps(config.epochs, crops)
-    say(f"clips {len(windows):,}, {steps} steps of {crops} crops of {spec.frames} frames, the last {spec.buffer} noisy")
+    clips, eval_clips = build_data(config, spec, scorer, process)
+    if config.schedule == "plateau" and not (eval_clips and config.eval_every):
+        raise UserError("--schedule plateau needs evaluations: set --eval-every, and --eval-data or --hold-out.")
+    # Planned crop by crop, so that any split into micro-batches and ranks trains the same optimizer steps.
+    plan = Plan(clips.lengths, 1, config.seed)
+    crops_per_step = process.world * config.accumulation * config.micro_batch
+    steps = config.steps or plan.steps(config.epochs, crops_per_step)
+    say(f"clips {len(clips):,}, {steps} steps of {crops_per_step} crops of {spec.frames} frames, the last {spec.buffer}"
+        " of them in the buffer")  # fmt: skip
     say_latency(spec, spec.buffer)
 
-    def build(number: int) -> dict:
-        """Micro-batch `number` of this rank: its share of a step's crops."""
-        step, turn = divmod(number, config.accumulation)
-        first = step * crops + (turn * ranks.world + ranks.rank) * config.micro_batch
-        parts = [plan.micro_batch(first + i) for i in range(config.micro_batch)]
-        batch = windows.batch([(e, int(clip[0])) for e, clip in parts], buffer_size(step, spec, config))
-        return mover(ranks.device)(batch) | {"own": uniform(config.seed, step, "own") < config.context_own}
+    def build_batch(crops: range, step: int) -> dict:
+        """These crops of the plan, which may span two epochs, as a micro-batch of this step."""
+        planned = [plan.micro_batch(crop) for crop in crops]
+        batch = clips.batch([(epoch, int(rows[0])) for epoch, rows in planned], buffer_size(step, spec, config))
+        # All micro-batches of a step take the same kind of context, whatever their rank.
+        own = uniform(config.seed, step, "own") < config.context_own
+        return batch | {"own": own, "autocast": config.precision == "bf16"}
 
-    # engine and resume
-    loss_of = functools.partial(compute_loss, spec=spec)
-    halved = memory.fit_micro_batch(lambda: try_loss(model, build(0), loss_of, config, ranks), config, ranks)
-    ds = resolve_ds(config.ds, config, ranks.world) if halved else ds
-    needs = memory.say_needs(model, ds, config, ranks)
-    options = {"no_decay": ("GroupNorm", "out_layers.0"), "betas": (0.9, 0.999)}
-    ds_engine = engine.start_engine(model, loss_of, config, ds, **options)
-    average = engine.Average(ds_engine, config.ema)
-    if config.dry_run:
-        dry_run(ds_engine, build, crops * spec.bins * buffer_size(0, spec, config), needs, config, ranks)
-        return ds_engine
-    fingerprint = {"data": windows.pairs.fingerprint(), "rows": len(windows), "crops": crops}
-    run = runs.Run("diffusion_buffer", config, ds, ranks, ds_engine, average, fingerprint, steps)
-    extra = {"best": None, "stale": 0, "drops": 0, "fp32_until": 0} | run.extra
-    evaluation = Evaluation(chosen, rows, spec, config, scorer, ranks) if len(rows) else None
-    if config.schedule == "plateau" and not (evaluation and config.eval_every):
-        raise UserError("--schedule plateau sees a plateau in evaluations: give --eval-every and pairs to evaluate on.")
+    def try_micro_batch(size: int) -> None:
+        batch = to_device(build_batch(range(size), step=0), process.device)
+        output = compute_loss(model.to(process.device), batch, spec)
+        torch.autograd.grad(output.loss_sum, [p for p in model.parameters() if p.requires_grad])  # leaves no .grad
+
+    # A micro-batch that does not fit into memory is halved before the engine is told the accumulation.
+    split = memory.fit_micro_batch(try_micro_batch, config.micro_batch, config.accumulation, process)
+    halved = split != (config.micro_batch, config.accumulation)
     if halved:
-        run.tracker.event("out_of_memory", run.start, micro_batch=config.micro_batch, accumulation=config.accumulation)
-    stacks = open(run.folder / f"stacks-{ranks.rank:05d}.txt", "w")  # kill -USR2 says where a rank hangs
-    faulthandler.enable(stacks)
-    faulthandler.register(signals.SIGUSR2, stacks)
+        config = dataclasses.replace(config, micro_batch=split[0], accumulation=split[1])
+        ds = resolve_ds(config.ds, config, process.world)
+    micro_batches_per_step = process.world * config.accumulation
 
-    # loop: every rank knows the whole plan
-    numbers = range(run.start * config.accumulation, steps * config.accumulation)
-    feed = map(build, numbers) if config.safe else prefetch(build, numbers)
-    if run.start == 0:
-        evaluate(model, evaluation, run, 0)
-    if all_sum([float(stop_requested())], ranks)[0]:
-        run.stop(run.start)
+    # optimizer and engine
+    groups = optim.parameter_groups(model, config.weight_decay, no_decay=("GroupNorm", "out_layers.0"))
+    optimizer = optim.build_optimizer(groups, config, ds, betas=(0.9, 0.999))  # any torch optimizer works here
+    predicted = memory.report_prediction(model, optimizer, ds, config, process)
+    loss_fn = functools.partial(compute_loss, spec=spec)
+    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+    ema = engine.Ema(ds_engine, config.ema)
+    if config.dry_run:
+        batch, one_crop = (to_device(build_batch(range(n), 0), process.device) for n in (config.micro_batch, 1))
+        step_weight = crops_per_step * spec.bins * buffer_size(0, spec, config)
+        engine.dry_run(ds_engine, batch, one_crop, step_weight, predicted, process)
+        return ds_engine
+
+    # fresh start or resume
+    fingerprint = clips.fingerprint() | {"crops": crops_per_step, "optimizer": optim.describe_optimizer(optimizer)}
+    run = runs.Run("diffusion_buffer", config, ds, process, fingerprint, steps)
+    dump_stacks_on_usr2(run.folder, process)
+    if halved:
+        run.tracker.event("out_of_memory", run.start_step, micro_batch=split[0], accumulation=split[1])
+    # Evaluations since the last new best, drops of the learning rate, and the step up to which bf16 is off.
+    loop_state = {"stale": 0, "drops": 0, "fp32_until": 0}
+    if run.checkpoint:
+        loop_state = run.load(ds_engine, ema)
+    else:
+        evaluate(model, eval_clips, run, ema, step=0)  # what training has to improve on
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
+
+    def build_micro_batch(index: int) -> dict:
+        first = index * config.micro_batch
+        return build_batch(range(first, first + config.micro_batch), step=index // micro_batches_per_step)
+
+    # Every rank knows the whole plan; its own micro-batches are every world-th one.
+    first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
+    batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
     model.train()
-    for step in range(run.start, steps):
-        meter, watched, rescued, sigmas = Meter(), [], 0, []
-        target_bins = crops * spec.bins * buffer_size(step, spec, config)
-        for turn in range(config.accumulation):
-            batch = meter.next(feed)
-            batch["autocast"] = config.precision == "bf16" and step >= extra["fp32_until"]
-            loss_sum, stats, watch, saved = loss_or_fp32(ds_engine, batch)
-            engine.backward(ds_engine, loss_sum, target_bins, ranks.world)
-            meter.add(batch, loss_sum, stats)
-            watched.append(watch)
+    for step in range(run.start_step, steps):
+        # ---- one optimizer step ------------------------------------------------------------------------------
+        # The loss is divided once, by the number of target bins of the whole step (all ranks, all micro-batches).
+        meter, rescued, extras, sigmas = Meter(), False, [], []
+        step_weight = crops_per_step * spec.bins * buffer_size(step, spec, config)
+        for i in range(config.accumulation):
+            with meter.waiting():
+                batch = next(batches)
+            if step < loop_state["fp32_until"]:
+                batch["autocast"] = False
+            output, finite_in_fp32 = loss_or_fp32(ds_engine, batch)
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            meter.add(batch, output)
+            rescued |= finite_in_fp32
+            extras.append(output.extra)
             sigmas.append(batch["sigma"])
-            rescued += saved
-            if turn + 1 < config.accumulation:
-                ds_engine.step()  # only counts the micro-batch
-        lr = plateau_rate(step, steps, extra["drops"], config)
-        engine.set_learning_rate(ds_engine, lr)
-        applied, norm = engine.take_step(ds_engine)
-        totals = meter.reduce(ranks)
+            if i + 1 < config.accumulation:
+                ds_engine.step()  # DeepSpeed only counts the micro-batch here
+        lr = optim.plateau_rate(step, steps, loop_state["drops"], config)
+        optim.set_learning_rate(ds_engine, lr)
+        applied, grad_norm = engine.take_step(ds_engine)
+        totals = meter.reduce(process)
+        # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
-        parts = [plan.micro_batch(number) for number in range(step * crops, done * crops)]
-        if config.precision == "bf16" and all_sum([rescued], ranks)[0]:
-            extra["fp32_until"] = done + FP32_STEPS
-            run.tracker.event("amp_fallback", done, until=extra["fp32_until"])
-            say(f"warning: step {done} was finite only in fp32, which the next {FP32_STEPS} steps take too")
+        # Where bf16 failed once it will soon fail again, and each failure costs a second forward pass.
+        if config.precision == "bf16" and any_rank(rescued, process):
+            loop_state["fp32_until"] = done + FP32_STEPS
+            run.tracker.event("amp_fallback", done, until=loop_state["fp32_until"])
+            say(f"warning: the loss of step {done} was finite only in fp32; the next {FP32_STEPS} steps use fp32")
+        planned = [plan.micro_batch(crop) for crop in range(step * crops_per_step, done * crops_per_step)]
         if applied:
-            average.update(step)
-            values = {name: max(float(watch[name]) for watch in watched) for name in watched[0]}
-            values |= {"sigma_min": float(torch.cat(sigmas).min()), "sigma_max": float(torch.cat(sigmas).max())}
-            values["loss"] = float(totals.losses.sum() / totals.counts.sum())
-            epoch, heard = round(done * crops / plan.per_epoch, 4), sum(windows.heard(e, int(c[0])) for e, c in parts)
-            run.log(done, meter, totals, heard, signal.QUARTERS, epoch=epoch, lr=lr, grad_norm=norm, **values)
+            ema.update(step)
+            # On this rank: large outputs, or diffusion times that are off, show here before the loss does.
+            seen = {name: max(float(extra[name]) for extra in extras) for name in extras[0]}
+            seen |= {"sigma_min": float(torch.cat(sigmas).min()), "sigma_max": float(torch.cat(sigmas).max())}
+            positions = sum(clips.real_frames(epoch, int(rows[0])) for epoch, rows in planned)
+            epoch = round(done * crops_per_step / plan.per_epoch, 4)
+            run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch, **seen)
         else:
-            run.skip(done, meter, [name for _, clip in parts for name in windows.ids(clip)])
+            run.skip(done, meter, [name for _, rows in planned for name in clips.ids(rows)])
 
-        score = None
-        if last or due(config.eval_every, done):
-            score = evaluate(model, evaluation, run, done)
-            if judge(extra, score, config) and config.export:
-                export(model, spec, run, {"step": done, "best": shown_score(score, config.best_by)})
-        if last or totals.stop or due(config.save_every, done):
-            run.save(done, score, extra)
-        if totals.stop and not last:
+        score, is_best = None, False
+        if last or is_due(config.eval_every, done):
+            score = evaluate(model, eval_clips, run, ema, done)
+            is_best = run.is_best(done, score)
+            # --schedule plateau: --patience evaluations in a row without a new best make a drop.
+            loop_state["stale"] = 0 if is_best else loop_state["stale"] + 1
+            if loop_state["stale"] >= config.patience:
+                loop_state["stale"], loop_state["drops"] = 0, loop_state["drops"] + 1
+        if last or totals.stop or is_best or is_due(config.save_every, done):
+            run.save(ds_engine, ema, done, score, loop_state)
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
-        if evaluation and config.samples and (last or due(config.sample_every, done)):
-            sample(model, evaluation, run, done)
+        if eval_clips and config.samples and (last or is_due(config.sample_every, done)):
+            with ema.applied():
+                sample(model, eval_clips, run.folder, done, config.samples, process)
+            run.tracker.event("sample", done)
 
     # finish
-    if config.export and extra["best"] is None:  # no evaluation, or none that was finite
-        export(model, spec, run, {"step": steps})
-    all_sum([0.0], ranks)  # what all ranks write is on disk
+    if config.export:
+        checkpoint = run.load_best(ds_engine, ema, steps)
+        export(ds_engine, ema, config, run.folder, spec, checkpoint, process)
+    barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
-    if ranks.first:
+    if process.is_main:
         say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
 
 
-def make_safe(config: Config) -> None:
-    """--safe: the same crops in every optimizer step, one at a time and in full precision."""
-    if config.safe:
-        config.accumulation, config.micro_batch = config.accumulation * config.micro_batch, 1
-        config.precision = "fp32"
+def dump_stacks_on_usr2(folder: Path, process: Process) -> None:
+    """`kill -USR2 PID` writes the Python stacks of a rank that hangs to stacks-RANK.txt; so does a crash in C code."""
+    stacks = open(folder / f"stacks-{process.rank:05d}.txt", "w")  # stays open as long as the process lives
+    faulthandler.enable(stacks)
+    faulthandler.register(signals.SIGUSR2, stacks)
 
 
-def main(config: Config) -> None:
-    make_safe(config)
-    spec = spec_of(config)
-    if config.doctor:
-        from models.diffusion_buffer.diagnose import diagnose
-
-        diagnose(config, spec, SCORER)
-    elif config.enhance:
-        if not config.model or not config.out:
-            raise UserError("--enhance needs --model and --out.")
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        network, spec = load_network(config.model)
-        options = {"seed": config.seed, "temperature": config.temperature, "device": device}
-        options |= {"refresh": config.refresh_context, "redraw": config.redraw_start}
-        network = Traced(network.to(device).eval(), spec, device)
-        enhance_folder(network, spec, Path(config.enhance), Path(config.out), config.delay, **options)
-    else:
-        train(config, start_ranks(), resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1"))), SCORER)
+def main(config: Config, scorer: Scorer) -> None:
+    train(config, init_process(), resolve_ds(config.ds, config, world_size()), scorer)
 
 
 if __name__ == "__main__":
-    deepspeed.utils.logger.setLevel("WARNING")
-    run_main(main, CONFIG)
+    run_main(main, CONFIG, SCORER)

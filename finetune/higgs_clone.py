@@ -3,69 +3,92 @@
     deepspeed finetune/higgs_clone.py --ds ds_configs/zero2.json \\
         --model bosonai/higgs-audio-v2-generation-3B-base --data DIR --eval-data DIR --out runs/my-voices
 
-DIR is a token dataset whose clips name a reference by the same speaker (data/encode.py --codec higgs, and
-data/pair_speakers.py where the manifest names none). The same through the launcher, which chooses the number of
-ranks: ./launch.sh higgs_clone --model ... . On a laptop, in a minute, with the embedded demo:
+DIR is a token dataset in which every clip names a reference clip by the same speaker (data/encode.py --codec higgs
+makes one; data/pair_speakers.py chooses references if the manifest names none). ./launch.sh higgs_clone --model ...
+does the same and chooses the number of ranks. The embedded demo runs on a laptop in a minute:
 
     deepspeed finetune/higgs_clone.py --ds ds_configs/zero2.json --steps 20 --samples 1
 """
 
 import dataclasses
 import functools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from common.config import RunConfig, UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import bar_codecs, catch_signals
+from common.runtime import catch_signals, forbid_codec_imports, world_size
 
-# ---- arguments -------------------------------------------------------------------------------------------------
-
-FULL = ("audio_path", "audio_path+attn", "full")
+# ---- flags -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Config(RunConfig):
-    lr: float = flag(5e-5, "peak learning rate; full presets usually take 1e-5", group="schedule")
-    revision: str = flag("", "revision of --model on the hub", group="run")
+    lr: float = flag(
+        5e-5,
+        "peak learning rate; 2e-5 to 2e-4 for LoRA, about 1e-5 for full presets",
+        group="schedule",
+        low=1e-6,
+        high=1e-2,
+    )
+    revision: str = flag("", "revision of --model on the hub; empty = the newest", group="run")
 
     preset: Literal["attn", "attn+audio", "all", "audio_path", "audio_path+attn", "full"] = flag(
-        "attn+audio", "LoRA on attn(ention), audio and all (text) feed-forwards; or weights: audio_path, ..., full"
+        "attn+audio",
+        "LoRA on attention (attn), also on audio MLPs (attn+audio), also on text MLPs (all); or, without LoRA, train"
+        " audio MLPs, embedding and head (audio_path), also attention, or everything but the text embedding (full)",
     )
-    io: Literal["none", "lora", "full"] = flag("none", "LoRA presets: how audio embedding and head are trained")
-    lora_rank: int = flag(16, "rank r of the update", low=1)
-    lora_alpha: float = flag(32.0, "scale of the update is alpha / r", low=0)
-    lora_dropout: float = flag(0.05, "dropout on the input of the update", low=0, high=0.95)
-    rslora: bool = flag(False, "scale by alpha / sqrt(r)")
-    dora: bool = flag(False, "weight-decomposed LoRA")
-    load_in: Literal["full", "8bit", "4bit"] = flag("full", "how the frozen base is held (bitsandbytes)")
+    io: Literal["none", "lora", "train"] = flag(
+        "none", "LoRA presets: audio embedding and head stay frozen, get LoRA, or are trained in full"
+    )
+    lora_rank: int = flag(16, "LoRA rank r", low=1)
+    lora_alpha: float = flag(32.0, "LoRA alpha: the update is scaled by alpha / r", low=0)
+    lora_dropout: float = flag(0.05, "dropout on the input of the LoRA update", low=0, high=0.95)
+    rslora: bool = flag(False, "rank-stabilised LoRA: scale by alpha / sqrt(r)")
+    dora: bool = flag(False, "weight-decomposed LoRA (DoRA)")
+    quantize: Literal["none", "8bit", "4bit"] = flag("none", "load the frozen base in 8 or 4 bits (bitsandbytes)")
 
-    text_loss: float = flag(0.0, "loss weight of the text after the reference; 0 = off", low=0)
-    codebook_weights: Literal["equal", "first"] = flag("equal", "loss weight of the codebooks; first = 8 8 6 6 4 4 2 2")
-    allow_no_ref: bool = flag(False, "also train clips without a reference: the model invents a voice for them")
-    normalise_text: bool = flag(True, "texts as the base knows them: half-width punctuation, event tags, full stop")
-    max_positions: int = flag(0, "longest row, reference and target together; 0 = the model's limit", low=0)
-    over_long: Literal["error", "drop"] = flag("error", "longer rows; never cut, that would teach not to stop")
-    packing: bool = flag(False, "the rows of a micro-batch end to end in one, without padding")
+    text_loss: float = flag(0.0, "loss weight of the text tokens after the reference; 0 = off", low=0)
+    codebook_weights: Literal["equal", "first"] = flag(
+        "equal", "loss weights of the codebooks; first = 8 8 6 6 4 4 2 2, scaled to a mean of 1"
+    )
+    allow_no_ref: bool = flag(False, "also train on clips without a reference, for which the model invents a voice")
+    normalise_text: bool = flag(
+        True, "normalise texts to what the base was trained on: half-width punctuation, event tags, final full stop"
+    )
+    max_positions: int = flag(
+        0, "maximum positions per row, reference and target together; 0 = the model's limit", low=0
+    )
+    over_long: Literal["error", "drop"] = flag(
+        "error", "rows longer than that; they are never cut, which would teach the model not to stop"
+    )
+    packing: bool = flag(False, "sequence packing: join the rows of a micro-batch end to end, without padding")
 
     max_start_loss: float = flag(
-        6.2, "refuse a base that starts above it or likes audio without delay better; 0 = an untrained base", low=0
+        6.2,
+        "abort if the initial loss exceeds this, or is lower without the delay pattern; 0 = off (untrained base)",
+        low=0,
     )
-    promote_worse: bool = flag(False, "a checkpoint can be the best though it stops or clones worse than the base")
-    greedy: bool = flag(False, "samples: the most likely codes instead of drawn ones")
-    sample_frames: int = flag(0, "longest sample; 0 = 1.5 x the longest evaluation clip", low=0)
-    similarity: str = flag("", "score samples: resemblyzer, or a folder with an x-vector model; empty = off")
-    wer: str = flag("", "score samples: pocketsphinx (English), or a folder with a speech recogniser; empty = off")
+    promote_worse: bool = flag(False, "a checkpoint can be the best even if it stops or clones worse than the base")
+    greedy: bool = flag(False, "generate samples greedily, without random sampling")
+    sample_frames: int = flag(0, "longest sample in codec frames; 0 = 1.5 x the longest evaluation clip", low=0)
+    similarity: str = flag(
+        "", "speaker similarity of samples: resemblyzer, or a folder with an x-vector model; empty = off"
+    )
+    wer: str = flag(
+        "", "word error rate of samples: pocketsphinx (English), or a folder with a speech recogniser; empty = off"
+    )
     codec_name: str = flag(
-        "bosonai/higgs-audio-v2-tokenizer", "hub id of the codec that an exported folder names; empty = as the base"
+        "bosonai/higgs-audio-v2-tokenizer",
+        "hub id of the codec, written into an exported model folder; empty = as in the base",
     )
 
 
-# The demo learns a random tiny model from nothing, so the codes' embedding and head are trained too, at a high rate.
+# The demo trains a random tiny model from nothing, so it also needs the audio embedding, the head and a high learning
+# rate.
 DEMO = {
-    "io": "full",
+    "io": "train",
     "lora_rank": 32,
     "lora_alpha": 64.0,
     "lora_dropout": 0.0,
@@ -81,252 +104,333 @@ DEMO = {
     "codec_name": "",
 }
 
-if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and no signal is lost
+if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
     catch_signals()
-    bar_codecs()
+    forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
 
-import deepspeed
 import torch
 
-from common import checkpoint, engine, health, memory, runs, samples
-from common.feed import mover, prefetch
-from common.keyed_random import key64
+from common import engine, lora, memory, optim, runs, samples
+from common.contracts import LossOutput
+from common.feed import prefetch, to_device
+from common.gradient_check import GradientCheck
+from common.keyed_random import torch_seed
 from common.lora import base_model
-from common.loss import fuse_head
-from common.metrics import Meter, due
-from common.optim import learning_rate
+from common.loss import IGNORE, codebook_loss, loss_head
+from common.metrics import Meter, is_due
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks, stop_requested
-from models.higgs.data import Pairs, build_data
-from models.higgs.evaluate import evaluate as token_metrics
-from models.higgs.evaluate import higgs_loss, layout_losses
+from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
+from common.tokens import TokenDataset
+from models.higgs.data import VoiceClips
+from models.higgs.evaluate import layout_losses, token_metrics
 from models.higgs.generate import sample
-from models.higgs.layout import layout_of
+from models.higgs.layout import Layout, labelled_states, labelled_text_states, layout_of
 from models.higgs.text import Chat
-from models.higgs.weights import add_lora, check_codec, load_higgs, load_tokenizer, unfreeze, write_model
+from models.higgs.weights import EMBEDDING, check_codec, load_higgs, load_tokenizer, lora_groups, unfreeze, write_model
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
+# Groups of modules, or of parameters, by the names of models/higgs/weights.py.
+LORA_PRESETS = {"attn": ["attn"], "attn+audio": ["attn", "audio"], "all": ["attn", "audio", "text"]}
+FULL_PRESETS = {
+    "audio_path": ["audio", "io"],
+    "audio_path+attn": ["audio", "io", "attn"],
+    "full": ["audio", "io", "attn", "text", "norm"],
+}
+
 
 def build_model(config: Config, ds: dict):
-    """The model with what --preset names trainable. Under ZeRO-3 it is built sharded, never whole on a rank."""
-    if config.load_in != "full" and (stage_of(ds) == 3 or config.preset in FULL):
-        raise UserError(f"--load-in {config.load_in} needs ZeRO-2 and a LoRA preset: a quantised base stays as it is.")
+    """The model with LoRA or unfrozen weights, by --preset. Under ZeRO-3 it is built sharded, never whole."""
+    if config.quantize != "none" and (stage_of(ds) == 3 or config.preset in FULL_PRESETS):
+        raise UserError(
+            f"--quantize {config.quantize} needs ZeRO-2 and a LoRA preset: a quantised base can be neither sharded nor"
+            " trained."
+        )
     if stage_of(ds) == 3 and config.io == "lora":
-        raise UserError("--io lora needs ZeRO-2: PEFT cannot update a sharded embedding; --io full can be sharded.")
-    if config.preset in FULL and config.io != "none":
-        raise UserError(f"--io {config.io} is for LoRA; --preset {config.preset} trains embedding and head.")
-    if config.lr > (1e-4 if config.preset in FULL else 1e-3):
-        say(f"warning: --lr {config.lr:g} is far above the usual (LoRA 2e-5 .. 2e-4, full 1e-5)")
+        raise UserError("--io lora needs ZeRO-2: PEFT cannot update a sharded embedding; --io train works with ZeRO-3.")
+    if config.preset in FULL_PRESETS and config.io != "none":
+        raise UserError(f"--io {config.io} is for LoRA; --preset {config.preset} trains embedding and head anyway.")
+    if config.lr > (1e-4 if config.preset in FULL_PRESETS else 1e-3):
+        say(f"warning: --lr {config.lr:g} is far above the usual learning rate (LoRA 2e-5 to 2e-4, full presets 1e-5)")
     engine.build_sharded(ds)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    options = {} if config.load_in == "full" else {"quantization_config": quantization(config, dtype)}
-    model = load_higgs(config.model, config.revision, dtype, text_head=config.text_loss > 0, **options)
-    for head in (model.audio_lm_head, model.text_lm_head):
-        if head is not None and config.io == "none":  # PEFT wraps the head otherwise
-            fuse_head(head)
-    if config.preset in FULL:
-        unfreeze(model, config.preset, config.text_loss > 0)
+    quantization = lora.quantization_config(config.quantize, dtype, keep=["audio_lm_head", "text_lm_head"])
+    has_text_loss = config.text_loss > 0
+    model = load_higgs(config.model, config.revision, dtype, has_text_loss, quantization)
+    model.audio_lm_head = loss_head(model.audio_lm_head)
+    if has_text_loss:
+        model.text_lm_head = loss_head(model.text_lm_head)
+    if config.preset in FULL_PRESETS:
+        unfreeze(model, FULL_PRESETS[config.preset], has_text_loss)
     else:
-        model = add_lora(model, config, seed=key64(config.seed, "lora") % 2**63)
+        groups = LORA_PRESETS[config.preset] + (["head", "embedding"] if config.io == "lora" else [])
+        modules = lora.resolve_groups(model, lora_groups(model.config, has_text_loss), groups)
+        for group, hits in modules.items():
+            say(f"LoRA {group}: {len(hits)} modules")
+        model = lora.add_lora(
+            model,
+            modules,
+            config.lora_rank,
+            seed=torch_seed(config.seed, "lora"),
+            group_ranks={},
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            use_rslora=config.rslora,
+            use_dora=config.dora,
+            modules_to_save=[EMBEDDING, "audio_lm_head"] if config.io == "train" else None,
+        )
     if config.gradient_checkpointing:
-        # Reentrant checkpointing finds no input that needs a gradient and dies.
+        # Reentrant checkpointing needs an input that requires a gradient, and the frozen embeddings give none.
         base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def quantization(config: Config, dtype: torch.dtype):
-    from transformers import BitsAndBytesConfig
+# ---- data ------------------------------------------------------------------------------------------------------
 
-    keep = ["audio_lm_head", "text_lm_head"]  # the loss reads a head's weight itself
-    if config.load_in == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=keep)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=keep
-    )
+
+def build_data(
+    path: str, layout: Layout, chat: Chat, config: Config, process: Process, train: bool
+) -> VoiceClips | None:
+    """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
+    if not path:
+        return None
+    tokens = TokenDataset(path)
+    on_main(tokens.verify, process)
+    clips = VoiceClips(tokens, layout, chat, config, train)
+    clips.say_summary()
+    return clips
 
 
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def compute_loss(model, batch, pairs: Pairs):
-    """Weighted loss sum over the batch's targets; per codebook the plain sum and the count."""
-    return higgs_loss(model, batch, pairs.layout, pairs.weights, pairs.config.text_loss)
+def compute_loss(model, batch: dict, clips: VoiceClips) -> LossOutput:
+    """Weighted cross-entropy of the next code in every codebook, SUMMED over targets: the step divides it later.
+
+    N positions whose next frame has a target, K codebooks. To add a term, add its weighted sum over targets to loss_sum
+    (and its weights to VoiceClips.target_weight), and a (sum, count) pair to the parts to see it in the log.
+    """
+    hidden_nd, labels_nk, hidden_bsd = labelled_states(model, batch, clips.layout)
+    is_target = labels_nk != IGNORE
+    weights_nk = is_target * torch.as_tensor(clips.codebook_weights, dtype=torch.float32, device=labels_nk.device)
+    # A batch without a single label (a chat without audio) has N = 0. It still goes through the head, which gives a
+    # loss of 0 with a gradient of zeros: if its rank returned early or skipped the backward pass, the other ranks would
+    # wait for it forever. A mean instead of a sum would be 0 / 0 = NaN here.
+    loss_sum, losses_nk = codebook_loss(base_model(model).audio_lm_head, hidden_nd, labels_nk, weights_nk)
+    sums_2k = torch.stack([losses_nk.sum(0), is_target.sum(0).float()]).detach()
+    parts = {f"channel_{k}": sums_2k[:, k] for k in range(sums_2k.shape[1])}
+    if clips.config.text_loss:
+        text_nd, labels_n1 = labelled_text_states(hidden_bsd, batch)
+        weights_n1 = torch.full(labels_n1.shape, clips.config.text_loss, device=text_nd.device)
+        text_sum, losses_n1 = codebook_loss(base_model(model).text_lm_head, text_nd, labels_n1, weights_n1)
+        loss_sum = loss_sum + text_sum
+        parts["text"] = torch.stack([losses_n1.sum(), losses_n1.new_tensor(len(losses_n1))]).detach()
+    return LossOutput(loss_sum, parts)
 
 
-# ---- evaluation, samples, export -------------------------------------------------------------------------------
+# ---- evaluation and score --------------------------------------------------------------------------------------
 
 
-def check_start(model, pairs: Pairs, limit: float, to_device) -> None:
-    """A trained base knows this layout: a wrong one shows here, before a step is spent on it."""
-    delayed, flat = layout_losses(model, pairs, to_device)
-    say(f"layout: loss {delayed:.3f} with the codebooks' delay, {flat:.3f} without")
+def check_start(model, clips: VoiceClips, limit: float, device: torch.device) -> None:
+    """Aborts before the first step if the base does not fit the data: with the right layout and codec, a trained base
+    starts with a low loss, lower than without the delay pattern. Wrong ones would train too, and only sound wrong."""
+    delayed, flat = layout_losses(model, clips, device)
+    say(f"initial loss per code: {delayed:.3f} with the delay pattern, {flat:.3f} without")
     if limit and not delayed <= min(limit, flat):
         raise UserError(
-            f"--model starts at a loss of {delayed:.3f} a code ({flat:.3f} without the codebooks' delay), over"
-            f" --max-start-loss {limit:g} or worse with the delay: the base is not trained, or the codes are not its"
-            " codec's. --max-start-loss 0 trains it all the same."
+            f"--model starts with a loss of {delayed:.3f} per code ({flat:.3f} without the delay pattern), which is"
+            f" over --max-start-loss {limit:g} or higher than without the pattern: the base is untrained, or the codes"
+            " are from another codec; use --max-start-loss 0 to train anyway."
         )
 
 
-def evaluate(model, pairs: Pairs | None, run: runs.Run, step: int, to_device, stage: int) -> tuple:
-    """Metrics and samples with the averaged weights; returns the score that chooses the best checkpoint, and the
-    decoders at work. No score for a model that stops or clones worse than the base."""
-    if not pairs:
-        return None, []
-    decoders, config = [], run.config
-    with run.average.in_place():
-        values = token_metrics(model, pairs, run.ranks, to_device)
-        if config.samples:
-            facts, decoders = sample(model, pairs, run.folder, step, run.ranks, stage == 3)
-            values |= facts
-    base = run.first_eval() if step else values
-    run.tracker.event("eval", step, **values)
-    change = {name: values[name] - base[name] for name in values if name in base}
+def evaluate(
+    model, clips: VoiceClips | None, run: runs.Run, ema: engine.Ema, step: int, sharded: bool, decoders: list
+) -> float | None:
+    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint.
+
+    `sharded`: under ZeRO-3 every rank must generate. The processes that decode samples are appended to `decoders`.
+    """
+    if not clips:
+        return None
+    with ema.applied():
+        metrics = token_metrics(model, clips, run.process)
+        # Samples are part of the evaluation: whether they stop and sound like the reference decides, besides the loss,
+        # whether a checkpoint can be the best, and no teacher-forced metric shows it.
+        if run.config.samples:
+            sample_metrics, started = sample(model, clips, run.folder, step, run.process, sharded)
+            metrics |= sample_metrics
+            decoders += started
+    base = run.first_eval() if step else metrics
+    run.tracker.event("eval", step, **metrics)
+    change = {name: metrics[name] - base[name] for name in metrics if name in base}
     say(f"evaluation at step {step}: " + "  ".join(
-        f"{name} {value:.4f} ({change.get(name, 0):+.4f})" for name, value in values.items() if "_channel_" not in name
+        f"{name} {value:.4f} ({change.get(name, 0):+.4f})" for name, value in metrics.items() if "_channel_" not in name
     ))  # fmt: skip
-    if values.get("gap", 1) <= 0:
-        say("warning: another speaker's reference does as well: the voice prompt is ignored")
-    # Better is more for these, less for word errors; the tolerance is what sampling a few prompts may cost.
+    if metrics.get("gap", 1) <= 0:
+        say("warning: the loss is as low with another speaker's reference: the voice prompt is ignored")
+
+    # The score is the loss. A checkpoint that stops less often, follows the voice less or is less intelligible than the
+    # base has none, so it is never the best. Few samples make these metrics noisy, hence the tolerance.
     worse = [name for name in ("stop_rate", "gap", "similarity") if change.get(name, 0) < -0.05]
     worse += ["wer"] if change.get("wer", 0) > 0.05 else []
-    if worse and not config.promote_worse:
+    if worse and not run.config.promote_worse:
         say(f"warning: step {step} cannot be the best: worse than the base in {', '.join(worse)} (--promote-worse)")
-        return None, decoders
-    return values["loss"], decoders
+        return None
+    return metrics["loss"]
 
 
-def export(engine_, config: Config, folder: Path, ranks: Ranks) -> Path:
-    """The adapter, or the whole model, from the fp32 masters. Every rank must call it: ZeRO-3 gathers here."""
-    final, full, model = folder / "export", config.preset in FULL, engine_.module.model
-    weights = engine.full_weights(engine_, everything=full, keep=ranks.first)
-    facts = dataclasses.asdict(config)
-    if ranks.first and full:
-        write_model(final, model, weights, config.model, config.revision, config.codec_name, facts)
-    elif ranks.first:
-        draft = folder / ".export.tmp"
-        model.peft_config["default"].base_model_name_or_path = config.model
-        model.peft_config["default"].revision = config.revision or None
-        runs.fresh(draft)
-        model.save_pretrained(str(draft), state_dict=weights, save_embedding_layers=False)
-        checkpoint.write_json(draft / "training_config.json", facts)
-        runs.replace(draft, final)
-    return final
+# ---- export ----------------------------------------------------------------------------------------------------
+
+
+def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, checkpoint: dict, process: Process) -> None:
+    """Writes the adapter (LoRA presets) or the whole model, with fp32 master (or EMA) weights, as plain PEFT or
+    transformers loads it. `checkpoint`: its step and score.
+
+    Every rank must call it: ZeRO-3 gathers the weights here.
+    """
+    model, is_full = ds_engine.module.model, config.preset in FULL_PRESETS
+    with ema.applied():
+        weights = engine.full_weights(ds_engine, everything=is_full, keep=process.is_main)
+    if not process.is_main:
+        return
+    training = dataclasses.asdict(config) | {"recipe": "higgs_clone", "checkpoint": checkpoint}
+    if is_full:
+        write_model(folder / "export", model, weights, config.model, config.revision, config.codec_name, training)
+    else:
+        files = {"training_config.json": training}
+        lora.write_adapter(model, weights, folder / "export", config.model, files, config.revision or None)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, ranks: Ranks, ds: dict):
-    """The whole run; returns the engine with its trained weights."""
+def train(config: Config, process: Process, ds: dict):
+    """The whole run; returns the engine with the exported weights."""
     if not config.model:
-        assets = runs.demo_assets(ranks, "higgs")
-        config.model, config.data = str(assets / "model"), str(assets / "tokens" / "train")
-        config.eval_data = config.eval_data or str(assets / "tokens" / "eval")
+        assets = runs.demo_assets(process, "higgs")
+        config = dataclasses.replace(
+            config,
+            model=str(assets / "model"),
+            data=str(assets / "tokens" / "train"),
+            eval_data=config.eval_data or str(assets / "tokens" / "eval"),
+        )
 
     # model and data
     model = build_model(config, ds)
     tokenizer = load_tokenizer(config.model, config.revision)
     layout, chat = layout_of(base_model(model).config, tokenizer), Chat(tokenizer, config.normalise_text)
-    pairs = build_data(config.data, layout, chat, config, ranks, train=True)
-    eval_pairs = build_data(config.eval_data, layout, chat, config, ranks, train=False)
-    on_first(lambda: check_codec(pairs.tokens, config.model, config.revision), ranks)
-    plan = Plan(pairs.lengths, config.micro_tokens, config.seed)
-    micro_batches = ranks.world * config.accumulation  # of one optimizer step
-    steps = config.steps or plan.steps(config.epochs, micro_batches)
-    say(f"pairs {len(pairs):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches} micro-batches")
-    needs = memory.say_needs(model, ds, config, ranks)
+    clips = build_data(config.data, layout, chat, config, process, train=True)
+    eval_clips = build_data(config.eval_data, layout, chat, config, process, train=False)
+    on_main(lambda: check_codec(clips.tokens, config.model, config.revision), process)
+    plan = Plan(clips.lengths, config.micro_tokens, config.seed)
+    micro_batches_per_step = process.world * config.accumulation
+    steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
+    say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
+        " micro-batches")  # fmt: skip
 
-    # engine and resume
-    loss_of = functools.partial(compute_loss, pairs=pairs)
-    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("lora_", "embed", "norm"))
-    average = engine.Average(ds_engine, config.ema)
-    to_device, stage = mover(ranks.device), stage_of(ds)
+    # optimizer and engine
+    groups = optim.parameter_groups(model, config.weight_decay, no_decay=("lora_", "embed", "norm"))
+    optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
+    predicted = memory.report_prediction(model, optimizer, ds, config, process)
+    loss_fn = functools.partial(compute_loss, clips=clips)
+    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+    ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()
-        weight = pairs.target_weight(longest)
-        engine.dry_run(ds_engine, lambda chosen: to_device(pairs.batch(chosen)), longest, weight, needs, ranks)
+        batch, one_clip = (to_device(clips.batch(rows), process.device) for rows in (longest, longest[:1]))
+        engine.dry_run(ds_engine, batch, one_clip, clips.target_weight(longest), predicted, process)
         return ds_engine
-    commit = getattr(base_model(model).config, "_commit_hash", None)  # of the hub; None for a local folder
-    fingerprint = {"data": pairs.tokens.fingerprint(), "model_commit": commit}
-    run = runs.Run("higgs_clone", config, ds, ranks, ds_engine, average, fingerprint, steps)
 
-    # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
-    feed = prefetch(
-        lambda number: pairs.batch(plan.micro_batch(number)[1]),
-        range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world),
-    )
-    decoders = []
-    gate = health.Gate(closed=run.start == 0)
-    if run.start == 0:
-        check_start(model, eval_pairs or pairs, config.max_start_loss, to_device)
-        decoders += evaluate(model, eval_pairs, run, 0, to_device, stage)[1]
-    if all_sum([float(stop_requested())], ranks)[0]:
-        run.stop(run.start)
+    # fresh start or resume
+    commit = getattr(base_model(model).config, "_commit_hash", None)  # on the hub; None for a local folder
+    fingerprint = clips.fingerprint() | {"model_commit": commit, "optimizer": optim.describe_optimizer(optimizer)}
+    run = runs.Run("higgs_clone", config, ds, process, fingerprint, steps)
+    sharded, decoders = stage_of(ds) == 3, []
+    if run.checkpoint:
+        run.load(ds_engine, ema)
+    else:
+        check_start(model, eval_clips or clips, config.max_start_loss, process.device)
+        evaluate(model, eval_clips, run, ema, 0, sharded, decoders)  # the base, which later ones are compared with
+    gradient_check = GradientCheck(active=not run.checkpoint)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
+
+    def build_micro_batch(index: int) -> dict:
+        epoch, rows = plan.micro_batch(index)
+        return clips.batch(rows, epoch)
+
+    # Every rank knows the whole plan; its own micro-batches are every world-th one.
+    first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
+    batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
     model.train()
-    for step in range(run.start, steps):
+    for step in range(run.start_step, steps):
+        # ---- one optimizer step ------------------------------------------------------------------------------
+        # The loss is divided once, by the target weight of the whole step (all ranks, all micro-batches), which the
+        # plan tells in advance. Averaging the means of unequal micro-batches would weight short clips more.
         meter = Meter()
-        parts = [plan.micro_batch(number)[1] for number in range(step * micro_batches, (step + 1) * micro_batches)]
-        step_weight = sum(pairs.target_weight(chosen) for chosen in parts)
-        for turn in range(config.accumulation):
-            batch = to_device(meter.next(feed))
-            # Dropout depends on the micro-batch alone, not on the rank that gets it or on what ran before.
-            torch.manual_seed(key64(config.seed, step, turn * ranks.world + ranks.rank, "dropout") % 2**63)
-            loss_sum, stats = ds_engine(batch)
-            engine.backward(ds_engine, loss_sum, step_weight, ranks.world)
-            meter.add(batch, loss_sum, stats)
-            if turn + 1 < config.accumulation:
-                ds_engine.step()  # only counts the micro-batch
-        gate.before_step(ds_engine)
-        lr = learning_rate(step, steps, config)
-        engine.set_learning_rate(ds_engine, lr)
-        applied, norm = engine.take_step(ds_engine)
-        totals = meter.reduce(ranks)
+        rows_of_step = [plan.micro_batch(step * micro_batches_per_step + i) for i in range(micro_batches_per_step)]
+        step_weight = sum(clips.target_weight(rows, epoch) for epoch, rows in rows_of_step)
+        for i in range(config.accumulation):
+            with meter.waiting():
+                batch = next(batches)
+            # Dropout depends on the micro-batch alone, not on its rank or on what ran before.
+            torch.manual_seed(torch_seed(config.seed, step, i * process.world + process.rank, "dropout"))
+            output = ds_engine(batch)
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            meter.add(batch, output)
+            if i + 1 < config.accumulation:
+                ds_engine.step()  # DeepSpeed only counts the micro-batch here
+        gradient_check.before_step(ds_engine)
+        lr = optim.learning_rate(step, steps, config)
+        optim.set_learning_rate(ds_engine, lr)
+        applied, grad_norm = engine.take_step(ds_engine)
+        totals = meter.reduce(process)
+        # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
         if applied:
-            gate.after_step(ds_engine)
-            average.update(step)
-            positions = sum(int(pairs.lengths[chosen].sum()) for chosen in parts)
-            epoch = round(done * micro_batches / plan.per_epoch, 4)
-            run.log(done, meter, totals, positions, epoch=epoch, lr=lr, grad_norm=norm)
+            gradient_check.after_step(ds_engine)
+            ema.update(step)
+            positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)
+            epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
+            run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
         else:
-            run.skip(done, meter, [pairs.id(clip) for chosen in parts for clip in chosen])
+            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
 
-        score = None
-        if last or due(config.eval_every, done):
-            score, started = evaluate(model, eval_pairs, run, done, to_device, stage)
-            decoders += started
-        elif eval_pairs and config.samples and due(config.sample_every, done):
-            with average.in_place():
-                facts, started = sample(model, eval_pairs, run.folder, done, ranks, stage == 3)
-            decoders += started
-            run.tracker.event("sample", done, **facts)
-        if last or totals.stop or due(config.save_every, done):
-            run.save(done, score)
-        if totals.stop and not last:
+        score, is_best = None, False
+        evaluates = last or is_due(config.eval_every, done)
+        if evaluates:
+            score = evaluate(model, eval_clips, run, ema, done, sharded, decoders)
+            is_best = run.is_best(done, score)
+        if last or totals.stop or is_best or is_due(config.save_every, done):
+            run.save(ds_engine, ema, done, score)
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
+        # An evaluation has made its own samples.
+        if eval_clips and config.samples and not evaluates and is_due(config.sample_every, done):
+            with ema.applied():
+                sample_metrics, started = sample(model, eval_clips, run.folder, done, process, sharded)
+            decoders += started
+            run.tracker.event("sample", done, **sample_metrics)
 
     # finish
     if config.export:
-        with average.in_place():
-            export(ds_engine, config, run.folder, ranks)
+        checkpoint = run.load_best(ds_engine, ema, steps)
+        export(ds_engine, ema, config, run.folder, checkpoint, process)
     samples.wait_for(decoders)
-    all_sum([0.0], ranks)  # the samples of all ranks are on disk
+    barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
-    if ranks.first:
+    if process.is_main:
         say(f"export   {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
 
 
 def main(config: Config) -> None:
-    ds = resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
-    train(config, start_ranks(), ds)
+    train(config, init_process(), resolve_ds(config.ds, config, world_size()))
 
 
 if __name__ == "__main__":
-    deepspeed.utils.logger.setLevel("WARNING")
     run_main(main, CONFIG)

@@ -1,75 +1,108 @@
-"""Teach Llama-3 music without changing what it says: frozen Llama, music experts that start from MusicGen (MoT).
+"""Teach Llama-3 to generate music (MoT): frozen Llama, so its text output does not change, and new music experts.
 
     deepspeed finetune/llama_mot.py --ds ds_configs/zero2.json --model meta-llama/Llama-3.2-1B \\
         --musicgen facebook/musicgen-small --data DIR --eval-data DIR --out runs/my-music
 
-DIR is a token dataset of MusicGen's EnCodec (data/encode.py --codec encodec --format musiccaps makes one). The same
-through the launcher, which chooses the number of ranks: ./launch.sh llama_mot --model ... . On a laptop, in a
-minute, with the embedded demo; the second line needs no DeepSpeed (one CPU, Apple or NVIDIA GPU):
+DIR is a token dataset of MusicGen's EnCodec (data/encode.py --codec encodec --format musiccaps makes one).
+./launch.sh llama_mot --model ... does the same and chooses the number of ranks. The embedded demo runs on a laptop in a
+minute; the second line needs no DeepSpeed (one CPU, Apple or NVIDIA GPU):
 
     deepspeed finetune/llama_mot.py --ds ds_configs/zero2.json --steps 20 --samples 1
     python finetune/llama_mot.py --no-deepspeed --steps 20 --samples 1
 """
 
+import dataclasses
 import functools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from common.config import RunConfig, UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import bar_codecs, catch_signals
+from common.runtime import catch_signals, forbid_codec_imports, world_size
 
-# ---- arguments -------------------------------------------------------------------------------------------------
+# ---- flags -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Config(RunConfig):
-    deepspeed: bool = flag(True, "--no-deepspeed: one process, fp32, any device", group="run")
+    deepspeed: bool = flag(
+        True, "--no-deepspeed: one process without DeepSpeed, fp32, on CPU, CUDA or Apple GPU", group="run"
+    )
     min_coverage: float = flag(
-        0.9, "share of the source's clips that the dataset must hold", group="run", low=0, high=1, free=True
+        0.9,
+        "refuse a dataset that holds less than this fraction of its source's clips",
+        group="run",
+        low=0,
+        high=1,
+        may_change=True,
     )
 
-    musicgen: str = flag("", "MusicGen whose feed-forward blocks the experts start from: folder or hub id")
-    experts: Literal["musicgen", "musicgen_absorbed", "llama", "random"] = flag("musicgen", "where the experts start")
-    untie: Literal["ffn", "ffn+norm", "full"] = flag("ffn", "what music has of its own; full: norms and attention too")
-    gate: Literal["scalar", "channel"] = flag("scalar", "learned gain on an expert's output")
-    gate_start: Literal["calibrated", "zero"] = flag("calibrated", "as loud as the Llama block it stands in for, or 0")
-    train_parts: list[str] = flag(["all"], "embed head proj expert gate norm attn, or proj_only (= proj head)")
-    adapter: str = flag("", "exported adapter, or a .pt of the first MoT trainer, to start from; empty = none")
+    musicgen: str = flag("", "MusicGen whose feed-forward blocks initialise the experts: hub id or local folder")
+    experts: Literal["musicgen", "musicgen_absorbed", "llama", "random"] = flag(
+        "musicgen", "initial weights of the music experts; absorbed: projections multiplied into MusicGen's matrices"
+    )
+    untie: Literal["ffn", "ffn+norm", "all"] = flag(
+        "ffn", "weights that music does not share with text: feed-forward, also norms, also attention"
+    )
+    expert_gain: Literal["scalar", "channel"] = flag(
+        "scalar", "learned gain on each expert's output: one value, or one per channel"
+    )
+    expert_gain_start: Literal["calibrated", "zero"] = flag(
+        "calibrated", "initial gain; calibrated: the expert is as loud as the Llama block it replaces"
+    )
+    train_parts: list[str] = flag(
+        ["all"], "parts to train: embed head proj expert gain norm attn, or all, or proj_only (= proj head)"
+    )
+    adapter: str = flag("", "adapter to start from: exported folder, or a .pt of the first MoT trainer; empty = none")
 
-    ids: Literal["offset", "shared"] = flag("offset", "own ids a codebook, or one range for all (legacy)")
-    layout: Literal["flat", "delay"] = flag("flat", "a code a position, or a frame a position (4 x shorter)")
+    ids: Literal["offset", "shared"] = flag("offset", "separate ids per codebook, or the same for all (legacy)")
+    layout: Literal["flat", "delay"] = flag("flat", "one code per position, or one frame per position (4 x shorter)")
     profile: Literal["default", "legacy"] = flag(
-        "default", "lengths: whole captions and clips, or 1024 with ids shared"
+        "default", "sequence lengths: whole captions and clips, or the 1024 positions of the first MoT trainer"
     )
-    max_seq: int = flag(0, "positions of a sequence, at most; 0 = the profile's", low=0)
-    max_text: int = flag(0, "ids of a caption with BOS, at most; 0 = the profile's", low=0)
-    max_audio: int = flag(0, "codes of the music, at most; 0 = the profile's", low=0)
-    over_long_text: Literal["error", "drop", "cut"] = flag("error", "captions over --max-text (legacy: cut)")
+    max_seq: int = flag(0, "maximum positions per sequence; 0 = the profile's", low=0)
+    max_text: int = flag(0, "maximum tokens per caption, with BOS; 0 = the profile's", low=0)
+    max_audio: int = flag(0, "maximum codes per clip; 0 = the profile's", low=0)
+    over_long_text: Literal["error", "drop", "cut"] = flag(
+        "error", "captions longer than --max-text; the legacy profile always cuts"
+    )
     allow_empty_text: bool = flag(False, "train on clips that have no caption")
-    caption_dropout: float = flag(0.1, "share of samples without caption, which guidance needs", low=0, high=1)
+    text_dropout: float = flag(
+        0.1, "fraction of samples trained without caption, which classifier-free guidance needs", low=0, high=1
+    )
 
-    loss_vocab: Literal["audio", "full"] = flag("audio", "classes: the codebook that is due, or all text and music ids")
+    loss_vocab: Literal["audio", "all"] = flag(
+        "audio", "classes of the softmax: the codes of the predicted codebook, or all text and music ids"
+    )
     codebook_weights: list[float] = flag([1.0, 1.0, 1.0, 1.0], "loss weight of each codebook")
-    lr: float = flag(4e-4, "peak learning rate of new rows and projections", group="schedule")
-    copied_lr: float = flag(0.25, "factor on it for what starts from trained weights", group="schedule", low=0, high=1)
-    weight_decay: float = flag(0.1, "on matrices only, not on embeddings; 0 = off", group="optimizer", low=0)
+    lr: float = flag(
+        4e-4, "peak learning rate of new embeddings and projections", group="schedule", low=1e-6, high=1e-2
+    )
+    copied_lr: float = flag(
+        0.25, "factor on --lr for weights copied from trained models", group="schedule", low=0, high=1
+    )
+    weight_decay: float = flag(0.1, "weight decay of matrices other than embeddings; 0 = off", group="optimizer", low=0)
 
     sample_frames: int = flag(
-        0, "longest sample; 0 = 1.25 x the longest evaluation clip", group="output", low=0, free=True
+        0,
+        "longest sample in codec frames; 0 = 1.25 x the longest evaluation clip",
+        group="output",
+        low=0,
+        may_change=True,
     )
-    temperature: float = flag(1.0, "of the samples; 0 = the most likely code", group="output", low=0, free=True)
-    top_k: int = flag(250, "samples choose among so many codes; 0 = all", group="output", low=0, free=True)
+    temperature: float = flag(
+        1.0, "sampling temperature of the samples; 0 = greedy", group="output", low=0, may_change=True
+    )
+    top_k: int = flag(250, "top-k sampling of the samples; 0 = all codes", group="output", low=0, may_change=True)
     guidance: float = flag(
-        3.0, "of the samples: how much the caption counts; 1 = off", group="output", low=0, free=True
+        3.0, "classifier-free guidance scale of the samples; 1 = off", group="output", low=0, may_change=True
     )
 
 
-# The demo learns from random weights, so music also gets its own attention, and one high rate for all.
+# The demo trains from random weights, so music also needs its own attention and a high learning rate everywhere.
 DEMO = {
-    "untie": "full",
+    "untie": "all",
     "lr": 4e-3,
     "copied_lr": 1.0,
     "steps": 200,
@@ -82,254 +115,297 @@ DEMO = {
     "eval_every": 100,
 }
 
-if __name__ == "__main__":  # before the heavy imports: mistakes answer at once, and no signal is lost
+if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
     catch_signals()
-    bar_codecs()
+    forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
 
 import torch
 
-from common import engine, health, memory, runs, samples
-from common import single_process as plain
-from common.feed import mover, prefetch
-from common.metrics import Meter, due
-from common.optim import learning_rate
+from common import engine, memory, optim, runs, samples, single_process
+from common.contracts import LossOutput
+from common.feed import prefetch, to_device
+from common.gradient_check import GradientCheck, refuse_state
+from common.metrics import Meter, is_due
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Ranks, all_sum, on_first, run_main, say, start_ranks, stop_requested
+from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
 from common.tokens import TokenDataset
-from models.mot import build as mot_build
-from models.mot import data as mot_clips
-from models.mot import evaluate as mot_eval
-from models.mot import generate as mot_music
-from models.mot import network as mot
-from models.mot import weights as mot_adapter
+from models.mot.build import Donor, build_mot, calibrate, choose_parts, expert_of, is_copied, load_llama
+from models.mot.data import Clips, Tokenizer, check_coverage
+from models.mot.evaluate import baselines, llama_text_logits, token_metrics
+from models.mot.generate import sample
 from models.mot.layout import Layout
+from models.mot.network import MoTLlama
+from models.mot.weights import (
+    adapter_weights,
+    base_fingerprint,
+    describe,
+    fill_adapter,
+    fill_legacy,
+    read_description,
+    write_adapter,
+)
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
 
-def build_model(config: Config, ds: dict) -> mot.MoTLlama:
-    """Frozen Llama with fresh music experts beside it. Under ZeRO-3 it is built sharded, never whole on a rank."""
+def build_model(config: Config, ds: dict) -> MoTLlama:
+    """Frozen Llama with new music experts. Under ZeRO-3 it is built sharded, never whole on one rank."""
     if config.profile == "legacy" and config.ids != "shared":
-        raise UserError("--profile legacy has --ids shared: add it.")
-    if config.layout == "delay" and (config.ids == "shared" or config.loss_vocab == "full"):
+        raise UserError("--profile legacy needs --ids shared.")
+    if config.layout == "delay" and (config.ids == "shared" or config.loss_vocab == "all"):
         raise UserError("--layout delay predicts 4 codes at once: it needs --ids offset and --loss-vocab audio.")
-    if config.samples and config.guidance != 1 and not config.caption_dropout:
-        raise UserError("--guidance compares with music without a caption: set --caption-dropout above 0, or it to 1.")
+    if config.samples and config.guidance != 1 and not config.text_dropout:
+        raise UserError("--guidance needs music trained without a caption: set --text-dropout above 0 or --guidance 1.")
     if config.deepspeed:
         engine.build_sharded(ds)
-    llama = mot_build.load_llama(config.model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
-    donor = mot_build.Donor(config.musicgen) if config.musicgen else None
-    expert = mot_build.expert_of(config.experts, config.gate, llama.config, donor)
+    llama = load_llama(config.model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+    donor = Donor(config.musicgen) if config.musicgen else None
+    expert = expert_of(config.experts, config.expert_gain, llama.config, donor)
     layout = Layout(llama.config.vocab_size, ids=config.ids, order=config.layout)
-    full = config.loss_vocab == "full"
-    model = mot_build.build_mot(llama, layout, expert, config.untie, full, donor, config.seed, ds)
-    mot_build.choose_parts(model, config.train_parts)
+    full_vocab = config.loss_vocab == "all"
+    model = build_mot(llama, layout, expert, config.untie, full_vocab, donor, config.seed, ds)
+    choose_parts(model, config.train_parts)
     model.recompute = config.gradient_checkpointing
     return model
 
 
-def start_weights(model: mot.MoTLlama, config: Config, clips: mot_clips.Clips) -> None:
-    """Gates that fit the data, or an earlier adapter's weights."""
-    mot_build.calibrate(model, clips.batch([0]), zero=config.gate_start == "zero")
+def init_adapter(model: MoTLlama, config: Config, clips: Clips) -> None:
+    """Calibrates the gains of the experts on a clip, or loads the weights of an earlier adapter."""
+    calibrate(model, clips.batch([0]), zero=config.expert_gain_start == "zero")
     if config.adapter.endswith(".pt"):
-        mot_adapter.fill_legacy(model, Path(config.adapter))
+        fill_legacy(model, Path(config.adapter))
     elif config.adapter:
-        before = mot_adapter.read_description(Path(config.adapter))
-        if before["base_fingerprint"] != mot_adapter.base_fingerprint(model.llama):
+        description = read_description(Path(config.adapter))
+        if description["base_fingerprint"] != base_fingerprint(model.llama):
             raise UserError(f"--adapter {config.adapter} was trained on another Llama than --model {config.model}.")
-        mot_adapter.fill_adapter(model, Path(config.adapter))
+        fill_adapter(model, Path(config.adapter))
 
 
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
-def build_data(path: str, model, tokenizer, config: Config, ranks: Ranks, train: bool) -> mot_clips.Clips | None:
-    """A token dataset, checked against the model and, on the first rank, for damage; None without a path."""
+def build_data(
+    path: str, model: MoTLlama, tokenizer: Tokenizer, config: Config, process: Process, train: bool
+) -> Clips | None:
+    """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
     if not path:
         return None
     tokens = TokenDataset(path)
     if train:
-        mot_clips.check_coverage(tokens, config.min_coverage)
-    if config.verify_data:
-        on_first(tokens.verify, ranks)
-    return mot_clips.Clips(tokens, model.layout, tokenizer, config, train)
+        check_coverage(tokens, config.min_coverage)
+    on_main(tokens.verify, process)
+    clips = Clips(tokens, model.layout, tokenizer, config, train)
+    if not len(clips):
+        raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
+    return clips
 
 
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def compute_loss(model, batch, clips: mot_clips.Clips):
-    """Weighted loss sum over the batch's targets; per codebook the plain sum and the count."""
-    return mot.mot_loss(model, batch, torch.as_tensor(clips.weights, dtype=torch.float32))
+def compute_loss(model: MoTLlama, batch: dict, clips: Clips) -> LossOutput:
+    """Weighted cross-entropy of the next code in every codebook, SUMMED over targets: the step divides it later.
+
+    B clips, L positions, H width, C codebooks. To add a term, add its weighted sum over targets to loss_sum, and a
+    (sum, count) pair to the parts to see it in the log.
+    """
+    hidden_blh = model(batch["input_ids"], batch["codebooks"], batch["mask"])
+    weights_c = torch.as_tensor(clips.codebook_weights, dtype=torch.float32, device=hidden_blh.device)
+    # Only the head knows which of its rows are the classes of a codebook; it skips positions without a label.
+    loss_sum, sums_2c = model.head(hidden_blh.flatten(0, 1), batch["labels"].flatten(0, 1), weights_c)
+    return LossOutput(loss_sum, {f"channel_{c}": sums_2c[:, c].detach() for c in range(sums_2c.shape[1])})
 
 
-def check_first_loss(loss: float, model, config: Config) -> None:
-    """A fresh head knows nothing: its loss is ln(classes), or something is wrong with layout, labels or rows."""
+def check_first_loss(loss: float, model: MoTLlama, config: Config) -> None:
+    """Raises unless the first loss is about ln(classes), as it must be for new rows in the head that know nothing yet:
+    otherwise layout, labels or rows are wrong."""
     expected = model.head.uniform_loss()
     say(f"first loss {loss:.4f}, ln(classes) {expected:.4f}")
-    if config.adapter or config.loss_vocab == "full":  # which starts trained, in part at least
+    if config.adapter or config.loss_vocab == "all":  # the head starts at least partly trained
         return
     if abs(loss - expected) > 0.5:
-        raise UserError(f"the first loss is {loss:.4f} instead of about {expected:.4f}: the new rows are not as meant.")
+        raise UserError(f"the first loss is {loss:.4f} instead of about {expected:.4f}: the new embeddings are wrong.")
     if abs(loss - expected) > 0.05:
-        say("warning: the first loss is further than 0.05 from ln(classes)")
+        say("warning: the first loss differs from ln(classes) by more than 0.05")
 
 
-# ---- evaluation, samples, export -------------------------------------------------------------------------------
+# ---- evaluation and score --------------------------------------------------------------------------------------
 
 
-def evaluate(model, clips: mot_clips.Clips | None, plain_text, run: runs.Run, step: int, to_device) -> float | None:
-    """Metrics with the averaged weights, if there are any; returns the loss, which chooses the best checkpoint."""
+def evaluate(
+    model: MoTLlama, clips: Clips | None, text_reference: list, run: runs.Run, ema: engine.Ema, step: int
+) -> float | None:
+    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
     if not clips:
         return None
-    with run.average.in_place():
-        values = mot_eval.evaluate(model, clips, plain_text, run.ranks, to_device)
-    run.tracker.event("eval", step, **values)
-    say(f"evaluation at step {step}: loss {values['loss']:.4f}  {values['kbps']:.3f} of {values['codec_kbps']:.1f} kbps"
-        f"  caption gain {values['caption_gain']:.4f}  text drift {values['text_drift']:g}")  # fmt: skip
-    if values["text_drift"]:
-        say("warning: text logits are no longer those of plain Llama")
-    return values["loss"]
+    with ema.applied():
+        metrics = token_metrics(model, clips, text_reference, run.process)
+    run.tracker.event("eval", step, **metrics)
+    say(f"evaluation at step {step}: loss {metrics['loss']:.4f}  {metrics['kbps']:.3f} of {metrics['codec_kbps']:.1f}"
+        f" kbps  caption gain {metrics['caption_gain']:.4f}  text drift {metrics['text_drift']:g}")  # fmt: skip
+    if metrics["text_drift"]:
+        say("warning: text logits differ from those of the original Llama")
+    # The score is the unweighted loss per code, with each clip's own caption.
+    return metrics["loss"]
 
 
-def export(ds_engine, config: Config, clips: mot_clips.Clips, run: runs.Run, step: int, score) -> Path:
-    """The adapter alone, from the fp32 masters. Every rank must call it: ZeRO-3 gathers here."""
-    model, folder = ds_engine.module.model, run.folder / "export"
-    weights = mot_adapter.adapter_weights(ds_engine, keep=run.ranks.first)
-    fingerprint = mot_adapter.base_fingerprint(model.llama)
-    training = {name: getattr(config, name) for name in ("train_parts", "caption_dropout", "profile", "precision")}
-    training |= {"step": step, "eval_loss": score, **clips.limits}
-    description = mot_adapter.describe(model, config.model, fingerprint, clips.tokens.info, training)
-    on_first(lambda: mot_adapter.write_adapter(folder, weights, description), run.ranks)
-    return folder
+# ---- export ----------------------------------------------------------------------------------------------------
+
+
+def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, clips: Clips, checkpoint: dict, process: Process):
+    """Writes the adapter alone, with fp32 master (or EMA) weights. `checkpoint`: its step and score.
+
+    Every rank must call it: ZeRO-3 gathers the weights here.
+    """
+    model = ds_engine.module.model
+    with ema.applied():
+        weights = adapter_weights(ds_engine, keep=process.is_main)
+    fingerprint = base_fingerprint(model.llama)
+    training = {name: getattr(config, name) for name in ("train_parts", "text_dropout", "profile", "precision")}
+    description = describe(model, config.model, fingerprint, clips.tokens.info, training | clips.limits)
+    description |= {"recipe": "llama_mot", "checkpoint": checkpoint}
+    on_main(lambda: write_adapter(folder / "export", weights, description), process)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
 
 
-def train(config: Config, ranks: Ranks, ds: dict):
-    """The whole run; returns the engine with its trained weights."""
+def train(config: Config, process: Process, ds: dict):
+    """The whole run; returns the engine with the exported weights."""
     if not config.model:
-        assets = runs.demo_assets(ranks, "mot")
-        config.model, config.data = str(assets / "llama"), str(assets / "tokens")
-        config.musicgen = config.musicgen or str(assets / "musicgen")
-        config.eval_data = config.eval_data or config.data  # its column `split` holds rows out
+        assets = runs.demo_assets(process, "mot")
+        config = dataclasses.replace(
+            config,
+            model=str(assets / "llama"),
+            musicgen=config.musicgen or str(assets / "musicgen"),
+            data=str(assets / "tokens"),
+            eval_data=config.eval_data or str(assets / "tokens"),  # its column `split` separates the two
+        )
 
     # model and data
     model = build_model(config, ds)
-    tokenizer = mot_clips.Tokenizer(config.model)
-    clips = build_data(config.data, model, tokenizer, config, ranks, train=True)
-    eval_clips = build_data(config.eval_data, model, tokenizer, config, ranks, train=False)
+    tokenizer = Tokenizer(config.model)
+    clips = build_data(config.data, model, tokenizer, config, process, train=True)
+    eval_clips = build_data(config.eval_data, model, tokenizer, config, process, train=False)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    micro_batches = ranks.world * config.accumulation  # of one optimizer step
-    steps = config.steps or plan.steps(config.epochs, micro_batches)
-    say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches} micro-batches")
-    start_weights(model, config, clips)
-    needs = memory.say_needs(model, ds, config, ranks)
+    micro_batches_per_step = process.world * config.accumulation
+    steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
+    say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
+        " micro-batches")  # fmt: skip
+    init_adapter(model, config, clips)
 
-    # engine and resume
-    loss_of = functools.partial(compute_loss, clips=clips)
-    groups = {"no_decay": ("embed",), "rate_scale": functools.partial(rate_scale, config=config)}
+    # optimizer and engine
+    def lr_scale(name: str) -> float:
+        return config.copied_lr if is_copied(name) else 1.0  # trained weights need smaller steps than new ones
+
+    groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed",), lr_scale=lr_scale)
+    optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
+    predicted = memory.report_prediction(model, optimizer, ds, config, process)
+    loss_fn = functools.partial(compute_loss, clips=clips)
     if config.deepspeed:
-        ds_engine = engine.start_engine(model, loss_of, config, ds, **groups)
+        ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
     else:
-        ds_engine = plain.start_engine(model, loss_of, config, ranks, **groups)
+        ds_engine = single_process.start_engine(model, loss_fn, optimizer, config, process)
     assert model.llama.model.rotary_emb.inv_freq.dtype == torch.float32, "bf16 angles are wrong by radians"
-    average = engine.Average(ds_engine, config.ema)
-    to_device = mover(ranks.device)
+    ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()
-        weight = clips.target_weight(longest, 0)
-        engine.dry_run(ds_engine, lambda chosen: to_device(clips.batch(chosen)), longest, weight, needs, ranks)
+        batch, one_clip = (to_device(clips.batch(rows), process.device) for rows in (longest, longest[:1]))
+        engine.dry_run(ds_engine, batch, one_clip, clips.target_weight(longest), predicted, process)
         return ds_engine
-    run = runs.Run("llama_mot", config, ds, ranks, ds_engine, average, {"data": clips.tokens.fingerprint()}, steps)
 
-    # loop: every rank knows the whole plan, and its own micro-batches are every world-th one
-    def build(number: int) -> dict:
-        epoch, chosen = plan.micro_batch(number)
-        return clips.batch(chosen, epoch)
-
-    feed = prefetch(build, range(run.start * micro_batches + ranks.rank, steps * micro_batches, ranks.world))
-    decoders, score = [], None
-    gate = health.Gate(closed=run.start == 0)
-    plain_text = mot_eval.PlainText(model, eval_clips, ranks.device) if eval_clips else None
-    if run.start == 0:
+    # fresh start or resume
+    fingerprint = clips.fingerprint() | {"optimizer": optim.describe_optimizer(optimizer)}
+    run = runs.Run("llama_mot", config, ds, process, fingerprint, steps)
+    text_reference = llama_text_logits(model, eval_clips, process.device) if eval_clips else []
+    if run.checkpoint:
+        run.load(ds_engine, ema)
+    else:
         if eval_clips:
-            known = on_first(lambda: mot_eval.baselines(clips, eval_clips), ranks)
-            run.tracker.event("baselines", 0, **known)
-            mot_eval.say_baselines(known)
-        evaluate(model, eval_clips, plain_text, run, 0, to_device)
-    if all_sum([float(stop_requested())], ranks)[0]:
-        run.stop(run.start)
+            losses = on_main(lambda: baselines(clips, eval_clips), process)
+            run.tracker.event("baselines", 0, **losses)
+            say("evaluation loss of trivial models:", ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
+        evaluate(model, eval_clips, text_reference, run, ema, step=0)  # what training has to improve on
+    gradient_check = GradientCheck(active=not run.checkpoint)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
+
+    def build_micro_batch(index: int) -> dict:
+        epoch, rows = plan.micro_batch(index)
+        return clips.batch(rows, epoch)
+
+    # Every rank knows the whole plan; its own micro-batches are every world-th one.
+    first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
+    batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
+    decoders = []
     model.train()
-    for step in range(run.start, steps):
+    for step in range(run.start_step, steps):
+        # ---- one optimizer step ------------------------------------------------------------------------------
+        # The loss is divided once, by the target weight of the whole step (all ranks, all micro-batches), which the
+        # plan tells in advance. Averaging the means of unequal micro-batches would weight short clips more.
         meter = Meter()
-        parts = [plan.micro_batch(number) for number in range(step * micro_batches, (step + 1) * micro_batches)]
-        step_weight = sum(clips.target_weight(chosen, epoch) for epoch, chosen in parts)
-        for turn in range(config.accumulation):
-            batch = to_device(meter.next(feed))
-            loss_sum, stats = ds_engine(batch)
-            engine.backward(ds_engine, loss_sum, step_weight, ranks.world)
-            meter.add(batch, loss_sum, stats)
-            if turn + 1 < config.accumulation:
-                ds_engine.step()  # only counts the micro-batch
-        gate.before_step(ds_engine)
-        lr = learning_rate(step, steps, config)
-        engine.set_learning_rate(ds_engine, lr)
-        applied, norm = engine.take_step(ds_engine)
-        totals = meter.reduce(ranks)
+        rows_of_step = [plan.micro_batch(step * micro_batches_per_step + i) for i in range(micro_batches_per_step)]
+        step_weight = sum(clips.target_weight(rows, epoch) for epoch, rows in rows_of_step)
+        for i in range(config.accumulation):
+            with meter.waiting():
+                batch = next(batches)
+            output = ds_engine(batch)
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            meter.add(batch, output)
+            if i + 1 < config.accumulation:
+                ds_engine.step()  # DeepSpeed only counts the micro-batch here
+        gradient_check.before_step(ds_engine)
+        lr = optim.learning_rate(step, steps, config)
+        optim.set_learning_rate(ds_engine, lr)
+        applied, grad_norm = engine.take_step(ds_engine)
+        totals = meter.reduce(process)
+        # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
         if applied:
-            gate.after_step(ds_engine)
-            average.update(step)
-            positions = sum(int(clips.lengths[chosen].sum()) for _, chosen in parts)
-            epoch = round(done * micro_batches / plan.per_epoch, 4)
-            run.log(done, meter, totals, positions, epoch=epoch, lr=lr, grad_norm=norm)
+            gradient_check.after_step(ds_engine)
+            ema.update(step)
+            positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)
+            epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
+            run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
             if step == 0:
-                check_first_loss(totals.losses.sum() / totals.counts.sum(), model, config)
-                health.refuse_state(model)
+                check_first_loss(totals.loss_sum / step_weight, model, config)
+                refuse_state(model)
         else:
-            run.skip(done, meter, [clips.name(clip) for _, chosen in parts for clip in chosen])
+            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
 
-        score = None
-        if last or due(config.eval_every, done):
-            score = evaluate(model, eval_clips, plain_text, run, done, to_device)
-        if last or totals.stop or due(config.save_every, done):
-            run.save(done, score)
-        if totals.stop and not last:
+        score, is_best = None, False
+        if last or is_due(config.eval_every, done):
+            score = evaluate(model, eval_clips, text_reference, run, ema, done)
+            is_best = run.is_best(done, score)
+        if last or totals.stop or is_best or is_due(config.save_every, done):
+            run.save(ds_engine, ema, done, score)
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
-        if eval_clips and config.samples and (last or due(config.sample_every, done)):
-            with average.in_place():
-                decoders += mot_music.sample(model, eval_clips, run.folder, done, ranks, stage_of(ds) == 3)
+        if eval_clips and config.samples and (last or is_due(config.sample_every, done)):
+            with ema.applied():
+                decoders += sample(model, eval_clips, run.folder, done, process, stage_of(ds) == 3)
             run.tracker.event("sample", done)
 
     # finish
     if config.export:
-        with average.in_place():
-            export(ds_engine, config, clips, run, steps, score)
+        checkpoint = run.load_best(ds_engine, ema, steps)
+        export(ds_engine, ema, config, run.folder, clips, checkpoint, process)
     samples.wait_for(decoders)
-    all_sum([0.0], ranks)  # the samples of all ranks are on disk
+    barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
-    if ranks.first:
+    if process.is_main:
         say(f"adapter  {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
     return ds_engine
 
 
-def rate_scale(name: str, config: Config) -> float:
-    return config.copied_lr if mot_build.copied_part(name) else 1.0
-
-
 def main(config: Config) -> None:
-    if not config.deepspeed:
-        train(config, plain.one_process(config), plain.DS)
-        return
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel("WARNING")
-    train(config, start_ranks(), resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1"))))
+    if config.deepspeed:
+        train(config, init_process(), resolve_ds(config.ds, config, world_size()))
+    else:
+        train(config, single_process.one_process(config), single_process.DS)
 
 
 if __name__ == "__main__":

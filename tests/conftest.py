@@ -28,15 +28,15 @@ def demo():
     """The embedded demo's model, codec and token datasets, built once where the recipes look for them."""
     from demo import ensure_demo
 
-    return ensure_demo(support.ROOT / "runs" / "demo-assets")
+    return ensure_demo(support.ROOT / "runs" / "demo-assets-dia")
 
 
 @pytest.fixture(scope="session")
 def pairs():
-    """The embedded demo's noisy/clean pairs."""
+    """The enhancers' demo pairs, with little noise."""
     from demo import ensure_demo
 
-    return ensure_demo(support.ROOT / "runs" / "demo-assets-cmgan", "cmgan") / "pairs"
+    return ensure_demo(support.ROOT / "runs" / "demo-assets-pairs", "pairs") / "mild"
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +45,23 @@ def demo_mot():
     from demo import ensure_demo
 
     return ensure_demo(support.ROOT / "runs" / "demo-assets-mot", "mot")
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    """Two ranks that train whatever a test asks for, started once."""
+    from helpers.rank_server import RankServer
+
+    server = RankServer(2)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def one_rank_alone():
+    """The same with a single rank."""
+    from helpers.rank_server import RankServer
+
+    server = RankServer(1)
+    yield server
+    server.close()

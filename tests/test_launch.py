@@ -1,6 +1,7 @@
 """launch.sh and the real `deepspeed` command, as a user types them."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -10,9 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+import soundfile
+from safetensors.torch import load_file
 
 import dia_lora
+from common.config import UserError
 from helpers import support
+from infer import dia_convert, dispatch
 
 LAUNCH = support.ROOT / "launch.sh"
 VENV = str(Path(support.PYTHON).parent.parent)
@@ -31,7 +36,7 @@ def launch(*words, cwd=None, **env) -> subprocess.CompletedProcess:
     )
 
 
-def test_scripts_are_clean():
+def test_shell_scripts_are_clean():
     for script in (LAUNCH, support.ROOT / ".ci" / "run"):
         subprocess.run(["bash", "-n", script], check=True)
         if shutil.which("shellcheck"):
@@ -48,11 +53,22 @@ def test_ci_calls_the_readmes_test_command():
     [
         (["no_such_recipe"], "no command or recipe 'no_such_recipe'"),
         (["dia_lora", "--ranks", "none"], "--ranks none is not a positive number"),
+        (["speak", "--text", "hello"], "give --run with the folder of a dia_lora, dia_full or higgs_clone run"),
+        (["speak", "--model", "nari-labs/Dia-1.6B-0626", "--text", "hello"], "give --run with the folder"),
+        (["report"], "report: give one run folder"),
     ],
 )
 def test_mistakes_are_one_sentence(words, sentence):
     done = launch(*words)
-    assert done.returncode == 2 and sentence in done.stdout
+    assert done.returncode == 2 and sentence in done.stdout and "Traceback" not in done.stdout
+
+
+def test_help_is_the_header_comment():
+    for word in ("help", "--help"):
+        done = launch(word)
+        assert done.returncode == 0 and done.stdout.startswith("The one command for everything")
+        assert all(f"./launch.sh {command}" in done.stdout for command in (*dispatch.SCRIPTS, "report"))
+        assert done.stdout.rstrip().endswith("anything else is a failure.")
 
 
 def test_an_environment_without_python_is_refused(tmp_path):
@@ -60,7 +76,7 @@ def test_an_environment_without_python_is_refused(tmp_path):
     assert done.returncode == 2 and f"AUDIO_FINETUNE_ENV={tmp_path} has no bin/python" in done.stdout
 
 
-def test_set_up_runs_once_for_each_requirements_txt(tmp_path):
+def test_set_up_runs_once_per_requirements_txt(tmp_path):
     shutil.copy(LAUNCH, tmp_path)
     (tmp_path / "requirements.txt").write_text("# nothing\n")
 
@@ -76,7 +92,7 @@ def test_set_up_runs_once_for_each_requirements_txt(tmp_path):
     assert "setting up" in setup()
 
 
-def test_a_set_up_that_fails_is_not_taken_for_ready(tmp_path):
+def test_a_failed_set_up_does_not_count_as_ready(tmp_path):
     shutil.copy(LAUNCH, tmp_path)
     (tmp_path / "requirements.txt").write_text("./no-such-package\n")
     environment = {k: v for k, v in support.environment().items() if k != "AUDIO_FINETUNE_ENV"}
@@ -88,7 +104,7 @@ def test_a_set_up_that_fails_is_not_taken_for_ready(tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.fault
-def test_damage_that_the_first_rank_finds_is_one_sentence_on_two_ranks(demo, tmp_path):
+def test_damage_that_rank_0_finds_is_one_sentence_on_two_ranks(demo, tmp_path):
     shutil.copytree(demo / "tokens" / "train", tmp_path / "tokens")
     [file] = (tmp_path / "tokens").glob("*.arrow")
     content = bytearray(file.read_bytes())
@@ -100,15 +116,23 @@ def test_damage_that_the_first_rank_finds_is_one_sentence_on_two_ranks(demo, tmp
     assert done.stdout.count("is damaged: its checksum") == 1 and "Traceback" not in done.stdout
 
 
-@pytest.mark.distributed
-def test_demo_from_another_directory_writes_adapter_samples_and_report(demo, tmp_path):
-    done = launch("demo", *QUICK, "--out", tmp_path / "run", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def demo_run(demo, tmp_path_factory):
+    """Output and run folder of a short `./launch.sh demo`, started from another directory."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = launch("demo", *QUICK, "--out", folder / "run", cwd=folder)
     assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout, folder / "run"
+
+
+@pytest.mark.distributed
+def test_demo_from_another_directory_writes_adapter_samples_and_report(demo_run):
+    output, run = demo_run
     for word, path in (("adapter", "export"), ("samples", "samples"), ("report", "report.html")):
-        assert re.search(rf"^{word} +{tmp_path}/run/{path}$", done.stdout, re.M), done.stdout[-1000:]
-    assert (tmp_path / "run" / "export" / "adapter_model.safetensors").exists()
-    assert "ZeRO-2 on 2 ranks" in done.stdout
-    assert list((tmp_path / "run" / "samples" / "recorded").glob("*.wav"))
+        assert re.search(rf"^{word} +{run}/{path}$", output, re.M), output[-1000:]
+    assert (run / "export" / "adapter_model.safetensors").exists()
+    assert "ZeRO-2 on 2 ranks" in output
+    assert list((run / "samples" / "recorded").glob("*.wav"))
 
 
 @pytest.mark.distributed
@@ -131,7 +155,7 @@ def test_the_docstrings_cpu_command_runs_while_the_default_port_is_busy(demo, tm
     [command] = re.findall(r"^    (deepspeed finetune/dia_lora.py .*--steps \d+.*)$", dia_lora.__doc__, re.M)
     with socket.socket() as busy:
         busy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # an in-process rank of another test may hold it, which is as busy
+        with contextlib.suppress(OSError):  # a rank in the process of another test may hold it: busy all the same
             busy.bind(("127.0.0.1", 29500))
         busy.listen()
         words = command.replace("deepspeed", "deepspeed --num_accelerators 2").split()
@@ -157,7 +181,7 @@ def test_a_signal_before_training_leaves_nothing_behind(tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    time.sleep(2)  # DeepSpeed's runner is still importing: there is no rank yet
+    time.sleep(2)  # DeepSpeed's runner is still importing: no rank has started
     started.terminate()
     output, _ = started.communicate(timeout=90)
     assert started.returncode != 0, output
@@ -166,3 +190,164 @@ def test_a_signal_before_training_leaves_nothing_behind(tmp_path):
         assert time.time() < deadline
         time.sleep(0.2)
     assert os.listdir(tmp_path) in ([], ["run"])
+
+
+# ---- using a trained run -----------------------------------------------------------------------------------------
+
+
+def make_run(folder: Path, recipe: str, *exported: str) -> Path:
+    """A run folder with no more than its config.json and the names of its exported files."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"recipe": recipe, "config": {"ema": 0.0}}))
+    for name in exported:
+        (folder / "export").mkdir(exist_ok=True)
+        (folder / "export" / name).write_text("{}")
+    return folder
+
+
+def test_every_script_that_a_verb_runs_exists():
+    for scripts in dispatch.SCRIPTS.values():
+        for script in scripts.values():
+            assert (support.ROOT / "finetune" / "infer" / script).is_file(), script
+
+
+@pytest.mark.parametrize(
+    ("verb", "recipe", "exported", "script", "flag"),
+    [
+        ("speak", "dia_lora", "adapter_config.json", "dia_speak.py", "--adapter"),
+        ("speak", "dia_full", "config.json", "dia_speak.py", "--model"),
+        ("speak", "higgs_clone", "adapter_config.json", "higgs_speak.py", "--adapter"),
+        ("speak", "higgs_clone", "config.json", "higgs_speak.py", "--model"),
+        ("generate", "llama_mot", "adapter_config.json", "mot_generate.py", "--adapter"),
+    ],
+)
+def test_the_run_selects_script_and_flag(tmp_path, verb, recipe, exported, script, flag):
+    run = make_run(tmp_path / "run", recipe, exported)
+    words = ["--text", "a b", "--seed", "-1"]
+    expected = [f"infer/{script}", flag, str(run / "export"), *words]
+    for argv in (["--run", str(run), *words], [*words, f"--run={run}"]):
+        assert dispatch.command_for(verb, argv) == expected
+
+
+@pytest.mark.parametrize("verb", ["enhance", "diagnose"])
+@pytest.mark.parametrize("recipe", ["cmgan", "diffusion_buffer"])
+def test_enhancers_take_the_run_itself(tmp_path, verb, recipe):
+    run = make_run(tmp_path / "run", recipe)
+    command = [f"infer/{verb}.py", "--run", str(run), "--steps", "5"]
+    assert dispatch.command_for(verb, ["--steps", "5", "--run", str(run)]) == command
+    words = ["--model", "weights.pt", "--steps", "5"]
+    assert dispatch.command_for(verb, words) == [f"infer/{verb}.py", *words]
+
+
+def test_another_base_model_is_passed_on_with_the_adapter(tmp_path):
+    run = make_run(tmp_path / "run", "dia_lora", "adapter_config.json")
+    command = dispatch.command_for("speak", ["--run", str(run), "--model", "base", "--merge", "out"])
+    assert command == ["infer/dia_speak.py", "--adapter", f"{run}/export", "--model", "base", "--merge", "out"]
+
+
+def test_an_export_selects_its_script_without_the_run(tmp_path):
+    export = tmp_path / "export"
+    export.mkdir()
+    for recipe, script in (("dia_full", "dia_speak.py"), ("higgs_clone", "higgs_speak.py")):
+        (export / "training_config.json").write_text(json.dumps({"recipe": recipe}))
+        words = ["--model", str(export), "--text", "a"]
+        assert dispatch.command_for("speak", words) == [f"infer/{script}", *words]
+
+
+@pytest.mark.parametrize(
+    ("verb", "recipe", "sentence"),
+    [
+        ("speak", "cmgan", "comes from cmgan, which speak does not support: use ./launch.sh enhance or ./launch.sh"),
+        ("enhance", "dia_lora", "comes from dia_lora, which enhance does not support: use ./launch.sh speak."),
+        ("speak", "llama_mot", "comes from llama_mot, which speak does not support: use ./launch.sh generate."),
+        ("speak", "dia_lora", "export does not exist: the run has not finished"),
+        ("speak", "no_recipe", "names the recipe 'no_recipe'; known are cmgan, "),
+        ("report", "dia_lora", "holds no metrics.jsonl"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_one_sentence(tmp_path, verb, recipe, sentence):
+    run = make_run(tmp_path / "run", recipe)
+    done = launch(verb, "--run", run)
+    assert done.returncode == 2 and sentence in done.stdout, done.stdout
+    assert done.stdout.startswith("error: ") and done.stdout.count("\n") == 1
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="not a run folder: it holds no config.json"):
+        dispatch.command_for("speak", ["--run", str(tmp_path)])
+    for content in ("{", "[]", "{}"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match="names no recipe"):
+            dispatch.command_for("speak", ["--run", str(tmp_path)])
+
+
+def test_a_run_and_another_export_are_refused(tmp_path):
+    run = make_run(tmp_path / "run", "dia_full", "config.json")
+    with pytest.raises(UserError, match="give --run or --model, not both"):
+        dispatch.command_for("speak", ["--run", str(run), "--model", "other"])
+
+
+def test_help_of_a_verb_is_the_help_of_the_scripts_behind_it(tmp_path):
+    done = launch("speak", "--help")
+    assert done.returncode == 0 and "folder of a dia_lora, dia_full or higgs_clone run" in done.stdout
+    run = make_run(tmp_path / "run", "dia_lora")
+    done = launch("speak", "--run", run, "--help")
+    assert done.returncode == 0 and "--temperature" in done.stdout
+    done = launch("convert", "--help")
+    assert done.returncode == 0 and "native" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([0.5, 0.3, None], 2),
+        ([None, None], 2),
+        ([float("nan"), 0.7, 0.9], 2),
+    ],
+)
+def test_the_best_checkpoint_has_the_lowest_score_or_is_the_newest(tmp_path, scores, best):
+    run = make_run(tmp_path / "run", "dia_full")
+    entries = [{"name": f"step-{i:08d}", "step": i, "score": score} for i, score in enumerate(scores, start=1)]
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "index.json").write_text(json.dumps({"checkpoints": entries}))
+    assert dia_convert.best_checkpoint(run) == run / "checkpoints" / f"step-{best:08d}"
+
+
+def test_converting_a_run_without_checkpoints_is_one_sentence(tmp_path):
+    run = make_run(tmp_path / "run", "dia_full")
+    done = launch("convert", "--run", run, "--out", tmp_path / "model")
+    assert done.returncode == 2 and f"error: {run} holds no checkpoints." in done.stdout
+    assert "Traceback" not in done.stdout and not (tmp_path / "model").exists()
+
+
+@pytest.mark.distributed
+def test_a_trained_run_speaks_and_reports(demo_run, tmp_path):
+    """Nothing but the run is named: its export, its base model and its codec are found from there."""
+    _, run = demo_run
+    words = ["--run", run, "--text", "[S1] bada gumi", "--seconds", "0.5"]
+    done = launch("speak", *words, "--wav", tmp_path / "a.wav", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    audio, rate = soundfile.read(tmp_path / "a.wav")
+    assert rate == 44100 and 0 < len(audio) <= 0.5 * 44100
+    done = launch("speak", *words, "--wav", tmp_path / "no-such-folder" / "a.wav")
+    assert done.returncode == 2 and "no-such-folder does not exist" in done.stdout and "Traceback" not in done.stdout
+    before = (run / "report.html").stat().st_mtime_ns
+    done = launch("report", run)
+    assert done.returncode == 0 and done.stdout.strip() == f"{run}/report.html"
+    assert (run / "report.html").stat().st_mtime_ns > before
+
+
+def test_converting_a_run_gives_the_model_that_it_exported(demo, tmp_path):
+    words = ["--model", demo / "dia", "--data", demo / "tokens/train", "--eval-data", demo / "tokens/eval"]
+    words += "--precision fp32 --micro-tokens 600 --steps 4 --eval-every 2 --save-every 2 --samples 0".split()
+    codes, [output] = support.run_recipe(*words, "--out", tmp_path / "run", world=1, recipe="dia_full")
+    assert codes == [0], output[-3000:]
+    done = launch("convert", "--run", tmp_path / "run", "--out", tmp_path / "model")
+    assert done.returncode == 0, done.stdout
+    converted, exported = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", tmp_path / "run/export")
+    )
+    assert set(converted) == set(exported)
+    assert all(converted[name].equal(exported[name]) for name in exported)
+    again = launch("convert", "--run", tmp_path / "run", "--out", tmp_path / "model")
+    assert again.returncode == 2 and "exists already" in again.stdout

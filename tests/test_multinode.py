@@ -1,5 +1,5 @@
-"""Two nodes: launch.sh as a batch script on a real SLURM, through a signal, a time limit and a dead node; and the plain
-deepspeed command on two machines with addresses of their own."""
+"""Two nodes: launch.sh as a batch script on a real SLURM, with a signal, a time limit and a dead node; and the plain
+deepspeed command on two machines with their own addresses."""
 
 import functools
 import os
@@ -26,8 +26,8 @@ JOB = (
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    if why := slurm_cluster.missing():
-        pytest.skip(why)
+    if reason := slurm_cluster.reason_to_skip():
+        pytest.skip(reason)
     with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "c") as (env, nodes, start_node):
         yield env | {"AUDIO_FINETUNE_ENV": str(Path(support.PYTHON).parents[1])}, nodes, start_node
 
@@ -39,7 +39,7 @@ def env(cluster):
 
 @pytest.fixture(scope="module")
 def whole(demo, tmp_path_factory):
-    """The same run with two ranks, without SLURM."""
+    """The same job with two ranks, without SLURM."""
     run = tmp_path_factory.mktemp("whole") / "run"
     codes, outputs = support.run_recipe("--ds", "ds_configs/zero2.json", *JOB, "--out", run)
     assert codes == [0, 0], outputs[0][-3000:]
@@ -47,7 +47,7 @@ def whole(demo, tmp_path_factory):
 
 
 def submit(env, run, *options, stage=2, ranks=1) -> str:
-    """The job's id; its output goes beside the run folder."""
+    """Submits the job and returns its id; its output goes next to the run folder."""
     words = ["--nodes=2", f"--output={run.parent}/job.out", *options, "dia_lora"]
     words += ["--ds", str(support.ROOT / f"ds_configs/zero{stage}.json"), *JOB, "--out", str(run)]
     words += ["--ranks", str(ranks)] if ranks > 1 else []
@@ -66,18 +66,18 @@ def wait_for(env, job: str, *states: str, seconds: float = 240) -> str:
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
-def go_on_at_once(env, job: str) -> None:
-    """SLURM holds a requeued job back for two minutes; within the same second its nodes would refuse it."""
+def resume_at_once(env, job: str) -> None:
+    """Shortens the two minutes that SLURM holds a requeued job back; started at once, its nodes would refuse it."""
     slurm_cluster.wait_until(lambda: "Restarts=1" in slurm_cluster.run(env, "scontrol", "show", "job", job), 240)
     wait_for(env, job, "PENDING")
     slurm_cluster.run(env, "scontrol", "update", f"JobId={job}", "StartTime=now+3", "TimeLimit=10")
 
 
 def assert_same(run, whole) -> None:
-    mine, expected = (load_file(folder / "export" / "adapter_model.safetensors") for folder in (run, whole))
-    assert set(mine) == set(expected)
-    assert max(float((mine[name] - expected[name]).abs().max()) for name in expected) <= 1e-6
-    assert any(torch.count_nonzero(value) for name, value in mine.items() if "lora_B" in name)
+    weights, expected = (load_file(folder / "export" / "adapter_model.safetensors") for folder in (run, whole))
+    assert set(weights) == set(expected)
+    assert max(float((weights[name] - expected[name]).abs().max()) for name in expected) <= 1e-6
+    assert any(torch.count_nonzero(value) for name, value in weights.items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -93,23 +93,23 @@ def test_two_nodes_equal_one(env, whole, tmp_path, stage):
     assert "NodeList=n[1-2]" in nodes
 
 
-def test_a_signal_saves_requeues_and_goes_on(env, whole, tmp_path):
-    """Two ranks on one node, of which the job owns one core."""
+def test_a_signal_saves_requeues_and_resumes(env, whole, tmp_path):
+    """Two ranks on one node, on which the job owns one core."""
     run = tmp_path / "run"
     job = submit(env, run, "--nodes=1", ranks=2)
     support.wait_for_step(run, 5)
     slurm_cluster.run(env, "scancel", "--signal=USR1", job)
-    go_on_at_once(env, job)
+    resume_at_once(env, job)
     assert wait_for(env, job, *ENDED) == "COMPLETED", (tmp_path / "job.out").read_text()[-3000:]
     output = (tmp_path / "job.out").read_text()
     (stopped,) = (r["step"] for r in support.metrics(run) if r.get("event") == "preempted")
-    assert 5 <= stopped < 60 and f"going on after step {stopped}" in output and f"requeueing job {job}" in output
+    assert 5 <= stopped < 60 and f"resuming after step {stopped}" in output and f"requeueing job {job}" in output
     assert_same(run, whole)
 
 
-def test_the_signal_ahead_of_the_time_limit_requeues_and_goes_on(env, whole, tmp_path):
-    """A limit of two minutes and a signal one minute ahead of it, for which the ranks are held back: they are too fast.
-    (On a slow machine it comes while they start, and stops them at step 0.)"""
+def test_the_signal_before_the_time_limit_requeues_and_resumes(env, whole, tmp_path):
+    """The limit is two minutes, the signal comes one minute before. The ranks would finish earlier, so they are paused
+    until then. (On a slow machine the signal comes while they start, and stops them at step 0.)"""
     run, output = tmp_path / "run", tmp_path / "job.out"
     job = submit(env, run, "--time=2", "--signal=B:USR1@60")
     asked = functools.partial(was_asked_to_stop, output)
@@ -120,7 +120,7 @@ def test_the_signal_ahead_of_the_time_limit_requeues_and_goes_on(env, whole, tmp
     slurm_cluster.wait_until(asked, 120)
     for pid in ranks:
         os.kill(pid, signal.SIGCONT)
-    go_on_at_once(env, job)
+    resume_at_once(env, job)
     assert wait_for(env, job, *ENDED) == "COMPLETED", output.read_text()[-3000:]
     assert_same(run, whole)
 
@@ -130,16 +130,16 @@ def was_asked_to_stop(output: Path) -> bool:
 
 
 def rank_processes(run) -> list[int]:
-    """In the order of their ranks; not the shell and srun, whose command lines name the run too."""
-    found = {}
+    """Process ids in rank order, without the shell and srun, whose command lines name the run too."""
+    pids = {}
     for pid in faults.processes_of(run):
         if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(support.PYTHON.encode()):
-            facts = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found[next(word for word in facts if word.startswith(b"SLURM_PROCID="))] = pid
-    return [found[key] for key in sorted(found)]
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            pids[next(word for word in variables if word.startswith(b"SLURM_PROCID="))] = pid
+    return [pids[key] for key in sorted(pids)]
 
 
-def test_a_dead_rank_fails_the_job_and_leaves_nobody_behind(env, whole, tmp_path):
+def test_a_dead_rank_fails_the_job_and_leaves_no_process_behind(env, whole, tmp_path):
     run = tmp_path / "run"
     job = submit(env, run)
     support.wait_for_step(run, 22)
@@ -148,33 +148,33 @@ def test_a_dead_rank_fails_the_job_and_leaves_nobody_behind(env, whole, tmp_path
     assert wait_for(env, job, *ENDED, seconds=90) == "FAILED"
     faults.assert_no_orphans(run)
     codes, outputs = support.run_recipe("--ds", "ds_configs/zero2.json", *JOB, "--out", run)
-    assert codes == [0, 0] and "going on after step 20" in outputs[0], outputs[0][-3000:]
+    assert codes == [0, 0] and "resuming after step 20" in outputs[0], outputs[0][-3000:]
     assert_same(run, whole)
 
 
 def test_a_job_survives_the_death_of_its_second_node(cluster, whole, tmp_path):
-    """Everything of that machine is gone at once: SLURM's daemon, its keeper of the task, and the rank."""
+    """Everything on that machine dies at once: SLURM's daemon, its parent process of the task, and the rank."""
     env, nodes, start_node = cluster
     run = tmp_path / "run"
     job = submit(env, run)
     support.wait_for_step(run, 22)
     faults.wait_for_checkpoint(run, 20)
     rank = rank_processes(run)[1]
-    keeper = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    assert b"slurmstepd" in Path(f"/proc/{keeper}/cmdline").read_bytes()
-    for pid in (nodes["n2"].pid, keeper, rank):
+    task_parent = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    assert b"slurmstepd" in Path(f"/proc/{task_parent}/cmdline").read_bytes()
+    for pid in (nodes["n2"].pid, task_parent, rank):
         os.kill(pid, signal.SIGKILL)
     nodes["n2"].wait()
     ended = wait_for(env, job, "FAILED", "NODE_FAIL", "PENDING", seconds=90)
     faults.assert_no_orphans(run)
     nodes["n2"] = start_node("n2")
     slurm_cluster.wait_until(lambda: slurm_cluster.run(env, "sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"], 90)
-    if ended == "PENDING":  # SLURM noticed the node before the other rank did, and requeued the job by itself
-        go_on_at_once(env, job)
+    if ended == "PENDING":  # SLURM noticed the dead node before the other rank did, and requeued the job itself
+        resume_at_once(env, job)
     else:
         job = submit(env, run)
     assert wait_for(env, job, *ENDED) == "COMPLETED", (tmp_path / "job.out").read_text()[-3000:]
-    assert "going on after step 20" in (tmp_path / "job.out").read_text()
+    assert "resuming after step 20" in (tmp_path / "job.out").read_text()
     assert_same(run, whole)
 
 
@@ -185,8 +185,8 @@ def test_a_mistake_in_the_command_is_not_requeued(env, tmp_path):
     assert "ds_configs/zero9.json: no such file" in (tmp_path / "job.out").read_text()
 
 
-def test_an_array_of_encode_jobs_makes_what_one_command_makes(env, demo, tmp_path):
-    """The last job joins the parts; nothing is encoded twice."""
+def test_an_array_of_encode_jobs_gives_the_same_as_one_command(env, demo, tmp_path):
+    """The last job merges the parts; nothing is encoded twice."""
     source, codec = demo / "audio" / "train.jsonl", demo / "codec"
     words = ["--codec", "dac", "--codec-weights", codec, "--format", "jsonl", "--source", source]
     words += ["--workers", "1", "--out"]
@@ -202,8 +202,8 @@ def test_an_array_of_encode_jobs_makes_what_one_command_makes(env, demo, tmp_pat
     ]
     alone = [support.PYTHON, support.ROOT / "data" / "encode.py", *words, tmp_path / "alone"]
     subprocess.run(list(map(str, alone)), env=support.environment(), check=True, capture_output=True)
-    mine, expected = (load_from_disk(str(tmp_path / name)) for name in ("array", "alone"))
-    assert mine.sort("id").to_list() == expected.sort("id").to_list() and len(mine) > 2
+    merged, expected = (load_from_disk(str(tmp_path / name)) for name in ("array", "alone"))
+    assert merged.sort("id").to_list() == expected.sort("id").to_list() and len(merged) > 2
 
 
 # ---- DeepSpeed's own command on two machines -------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_an_array_of_encode_jobs_makes_what_one_command_makes(env, demo, tmp_pat
 
 @pytest.fixture
 def two_machines():
-    """Two network namespaces with a cable between them: (name, address) of each."""
+    """Two network namespaces with a virtual cable between them: (name, address) of each."""
     if os.getuid() != 0 or not shutil.which("ip"):
         pytest.skip("network namespaces need root and iproute2")
     machines = [(f"af{os.getpid()}{end}", f"10.77.0.{number}") for number, end in enumerate("ab", start=1)]
@@ -235,7 +235,7 @@ def two_machines():
 
 
 def test_deepspeed_without_ssh_on_two_machines_equals_one(two_machines, whole, tmp_path):
-    """The README's command, once on each machine."""
+    """The command from the README, once on each machine."""
     run, hosts = tmp_path / "run", tmp_path / "hosts"
     hosts.write_text("".join(f"{address} slots=1\n" for _, address in two_machines))
     started = [

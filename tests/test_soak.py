@@ -1,4 +1,4 @@
-"""The soak in small; the large one is run by hand: python tests/soak.py --cycles 200."""
+"""A short soak test; the long one is run by hand: python tests/soak.py --cycles 200."""
 
 import json
 import subprocess
@@ -18,6 +18,7 @@ def test_twenty_faults_leave_every_run_as_if_nothing_had_happened(demo):
         text=True,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert sum(found["faults"].values()) >= 20 and found["runs"] >= 1
-    assert (found["divergences"], found["stuck"], found["bounded"]) == (0, 0, True)
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert sum(summary["faults"].values()) >= 20 and summary["runs"] >= 1
+    assert (summary["divergences"], summary["stuck"], summary["bounded"]) == (0, 0, True)
+    assert summary["wrong_exit_codes"] == 0

@@ -1,9 +1,11 @@
-"""The demo of Dia: a small speech-like corpus, a tiny codec and a tiny model of the real architectures.
+"""The Dia demo: a small speech-like corpus, and a tiny codec and model of the real architectures.
 
-demo/audio/<split>/*.wav, *.txt   syllables whose sound follows their letters, spoken by several voices
-demo/codec                        a DAC of the real architecture, tiny
-demo/dia                          a Dia of the real architecture, tiny, randomly initialised
-demo/tokens/<split>               the corpus through data/encode.py, as a user's audio would go
+    python data/demo.py --out demo
+
+demo/audio/<split>/*.wav, *.txt   synthetic speech in several voices: each letter has its own sound
+demo/codec                        a tiny DAC
+demo/dia                          a tiny Dia, randomly initialised
+demo/tokens/<split>               the corpus, encoded by data/encode.py like a user's audio
 """
 
 import json
@@ -17,34 +19,35 @@ RATE, HOP = 44100, 512
 CLIPS = {"train": 64, "eval": 8}
 WORDS = "bada gumi lono sike tafu relu dimo nusa kobe falu gire mota".split()
 
-# (first formant, second formant) in Hz of what is sung, and the noise band of what is hissed
+# First and second formant in Hz of voiced sounds; noise band in Hz of unvoiced (hissed) sounds
 VOWELS = {"a": (800, 1250), "e": (500, 1900), "i": (300, 2400), "o": (480, 850), "u": (330, 650)}
 VOICED = {"b": (250, 700), "d": (250, 1600), "g": (250, 2100), "m": (220, 1000), "n": (220, 1500)}
 VOICED |= {"l": (360, 1300), "r": (420, 1100)}
 HISSED = {"s": (5000, 9000), "f": (2500, 7000), "t": (3500, 6500), "k": (1500, 3500)}
-# Everything lasts whole codec frames and the pitch fits into them, so that the codes follow the text: a tiny model
-# can then learn in a minute what takes a real one hours. Pitch in periods a frame (86 Hz each), length of the throat.
+# Every sound lasts a whole number of codec frames and of pitch periods per frame, so that the codes follow from the
+# text: a tiny model can then learn in a minute what takes a real one hours.
+# Pitch in periods per frame (86 Hz each), and a factor for all formants (a short throat has high ones).
 VOICES = {"ada": (2, 1.12), "ben": (1, 0.92), "cleo": (3, 1.2), "dov": (1, 0.8)}
-PARTNER = {"ada": "ben", "ben": "ada", "cleo": "dov", "dov": "cleo"}  # who says the [S2] turns
+PARTNER = {"ada": "ben", "ben": "ada", "cleo": "dov", "dov": "cleo"}  # who speaks the [S2] turns
 
 
 @dataclass(frozen=True)
 class Sound:
-    """What the voices are made for: a codec's rate and hop, and how many of its frames things last."""
+    """The codec that the voices are made for, and how many of its frames each kind of sound lasts."""
 
     rate: int = RATE
     hop: int = HOP
     vowel: int = 8
     consonant: int = 5
-    before: int = 2  # silence at the start, and after each word
-    after: int = 3
+    before: int = 2  # silence at the start
+    after: int = 3  # silence after each word
 
 
 DAC_SOUND = Sound()
 
 
 def build_parts(folder: Path, final: Path) -> None:
-    """`folder` becomes `final` when it is whole: what names a place must name that one."""
+    """Build everything in `folder`, which is then renamed to `final`: paths inside the files must name `final`."""
     folder.mkdir(parents=True)
     clips = write_corpus(folder / "audio")
     print(f"  {len(clips)} clips synthesised", flush=True)
@@ -57,7 +60,7 @@ def build_parts(folder: Path, final: Path) -> None:
 
 
 def encode_split(folder: Path, final: Path, split: str, codec: str) -> None:
-    """The clips of <folder>/audio/<split>.jsonl through data/encode.py, as a user's audio would go."""
+    """Encode the clips in <folder>/audio/<split>.jsonl with data/encode.py, like a user's audio."""
     from encode import encode_dataset
 
     from lib.sources import find_clips
@@ -65,7 +68,7 @@ def encode_split(folder: Path, final: Path, split: str, codec: str) -> None:
     tokens = folder / "tokens" / split
     clips = find_clips(folder / "audio" / f"{split}.jsonl", "jsonl")
     encode_dataset(clips, tokens, codec=codec, weights=str(folder / "codec"))
-    # What names the temporary folder must name the final one.
+    # Replace the temporary folder by the final one.
     info = json.loads((tokens / "dataset.json").read_text())
     write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")})
     sources = tokens / "sources.jsonl"
@@ -96,7 +99,7 @@ def write_corpus(folder: Path) -> list[dict]:
 
 
 def demo_texts() -> list[str]:
-    """Different texts of 2 to 6 words, the longer ones dialogues; eval texts are new, of the same words."""
+    """Distinct texts of 2 to 6 words, dialogues from 4 words on; eval has new texts made of the same words."""
     import numpy as np
 
     rng = np.random.default_rng(SEED)
@@ -111,22 +114,22 @@ def demo_texts() -> list[str]:
 
 
 def speak(text: str, speaker: str, sound: Sound = DAC_SOUND, voices: dict = VOICES):
-    """Samples in -1..1: every letter has its own spectrum, every voice its own pitch and throat."""
+    """Samples in -1..1; each letter has its own spectrum, each voice its own pitch and formants."""
     import numpy as np
 
     pieces, voice = [np.zeros(sound.before * sound.hop)], voices[speaker]
-    for part in text.split():
-        if part in ("[S1]", "[S2]"):
-            voice = voices[speaker if part == "[S1]" else PARTNER[speaker]]
+    for word in text.split():
+        if word in ("[S1]", "[S2]"):
+            voice = voices[speaker if word == "[S1]" else PARTNER[speaker]]
             continue
-        pieces += [letter_sound(letter, *voice, sound) for letter in part]
+        pieces += [letter_sound(letter, *voice, sound) for letter in word]
         pieces.append(np.zeros(sound.after * sound.hop))
     wave = np.concatenate(pieces)
     return 0.5 * wave / np.abs(wave).max()
 
 
 def letter_sound(letter: str, pitch: int, throat: float, sound: Sound):
-    """One period of the letter's sound, exactly a codec frame long, repeated: a held letter is a held code."""
+    """The same period, exactly one codec frame long, repeated: while a letter sounds, its codes stay the same."""
     import numpy as np
 
     hop = sound.hop
@@ -166,7 +169,7 @@ def save_codec(folder: Path) -> None:
 
 
 def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
-    """Special ids and delay pattern are the class defaults, which are those of the real model."""
+    """Special ids and delay pattern are the class defaults, as in the real model."""
     import torch
     from transformers import (
         DacModel,
@@ -180,8 +183,8 @@ def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
     from transformers.models.dia.configuration_dia import DiaDecoderConfig, DiaEncoderConfig
 
     torch.manual_seed(SEED)
-    # LoRA on a frozen random base learns from what the base already spreads out: after 300 steps the loss was 3.1
-    # at 0.04, 1.8 at 0.1 and 2.4 at 0.15 (one run each).
+    # LoRA on a frozen random base depends on the spread of the base's activations: after 300 steps the loss was 3.1
+    # with a scale of 0.04, 1.8 with 0.1 and 2.4 with 0.15 (one run each).
     scale = 0.1
     encoder = DiaEncoderConfig(
         num_hidden_layers=2,
@@ -221,6 +224,6 @@ def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
     )
     model.save_pretrained(folder)
     audio_tokenizer = DacModel.from_pretrained(codec)
-    audio_tokenizer.name_or_path = str(final_codec)  # only the name is saved, and the folder is renamed afterwards
+    audio_tokenizer.name_or_path = str(final_codec)  # only the name is saved, and the folder will be renamed
     processor = DiaProcessor(DiaFeatureExtractor(sampling_rate=RATE, hop_length=HOP), DiaTokenizer(), audio_tokenizer)
     processor.save_pretrained(folder)

@@ -1,9 +1,11 @@
-"""Demo assets for voice cloning: demo.py's voices at 24 kHz, each clip with a reference, and a tiny Higgs Audio v2.
+"""The Higgs Audio v2 demo for voice cloning: the Dia demo's voices at 24 kHz, each clip with a reference.
 
-demo/audio/<split>.jsonl   target and reference, as a user's manifest names them
-demo/codec                 a Higgs codec of the real architecture, tiny
-demo/model                 model, tokenizer, processor and chat template in the native format, randomly initialised
-demo/tokens/<split>        the corpus through data/encode.py
+    python data/demo.py --out demo-higgs --model higgs
+
+demo-higgs/audio/<split>.jsonl   manifest of targets and references, as a user would write it
+demo-higgs/codec                 a tiny Higgs codec of the real architecture
+demo-higgs/model                 a tiny model, randomly initialised, with tokenizer, processor and chat template
+demo-higgs/tokens/<split>        the corpus, encoded by data/encode.py
 """
 
 import json
@@ -14,10 +16,10 @@ from lib.store import write_jsonl
 
 CLIPS = {"train": 64, "eval": 8}
 SOUND = Sound(rate=24000, hop=960, vowel=3, consonant=2, before=1, after=1)
-# Harmonics every n x 25 Hz, length of the throat.
+# Pitch in periods per frame (25 Hz each), and a factor for all formants.
 VOICES = {"ada": (9, 1.12), "ben": (4, 0.92), "cleo": (12, 1.25), "dov": (5, 0.78)}
 
-# The tokens of the real tokenizer that a prompt needs, with the real ids' order.
+# The special tokens of the real tokenizer that a prompt needs, in the order of their real ids.
 SPECIAL = [
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -34,7 +36,7 @@ SPECIAL = [
     "<|scene_desc_end|>",
 ]
 
-# Renders what the published checkpoint's template renders for a system turn, a scene and turns of text or audio.
+# Renders the same as the published template for a system turn, a scene, and turns of text or audio.
 CHAT_TEMPLATE = """
 {%- macro words(content) -%}
 {%- if content is string -%}{{ content | trim }}
@@ -73,7 +75,7 @@ def build_parts(folder: Path, final: Path) -> None:
 
 
 def write_corpus(folder: Path) -> None:
-    """Every clip's reference is the speaker's next clip of the same split."""
+    """The reference of each clip is the speaker's next clip in the same split."""
     import soundfile
 
     texts = demo_texts()
@@ -95,7 +97,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def demo_texts() -> list[str]:
-    """Different texts of 2 or 3 words; eval texts are new, of the same words."""
+    """Distinct texts of 2 or 3 words; eval has new texts made of the same words."""
     import numpy as np
 
     rng = np.random.default_rng(SEED)
@@ -106,7 +108,7 @@ def demo_texts() -> list[str]:
 
 
 def save_codec(folder: Path) -> None:
-    """Hop, rate and codebooks are the real ones."""
+    """A tiny codec; hop, rate and codebooks are the real ones."""
     import torch
     from transformers import HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
 
@@ -125,13 +127,13 @@ def save_codec(folder: Path) -> None:
     )
     model = HiggsAudioV2TokenizerModel(config).eval()
     for name, buffer in model.named_buffers():
-        if name.endswith("codebook.embed"):  # zeros at first: every code would be 0
+        if name.endswith("codebook.embed"):  # initialised to zeros, which would make every code 0
             torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(folder)
 
 
 def tiny_tokenizer():
-    """Bytes and the special tokens, as a fast tokenizer."""
+    """A fast tokenizer of bytes and the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -150,7 +152,7 @@ def tiny_tokenizer():
 
 
 def save_model(folder: Path, codec: Path, final_codec: Path) -> None:
-    """What a hub folder in the native format holds. Stream ids, codebooks and their size are the real ones."""
+    """All files of a hub folder in transformers format; stream ids, codebooks and their size are the real ones."""
     import torch
     from transformers import (
         DacFeatureExtractor,
@@ -181,16 +183,16 @@ def save_model(folder: Path, codec: Path, final_codec: Path) -> None:
         audio_bos_token_id=token("<|audio_out_bos|>"),
         audio_delay_token_id=token("<|reserved_special_token_6|>"),
     )
-    # The published weights hold a text head, though speaking never uses it.
+    # The published weights include a text head, though generating speech never uses it.
     model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True)
     model.generation_config = GenerationConfig(
         eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, ras_win_len=7, ras_win_max_num_repeat=2
     )
     model.save_pretrained(folder)
     audio_tokenizer = HiggsAudioV2TokenizerModel.from_pretrained(codec)
-    audio_tokenizer.name_or_path = str(final_codec)  # only the name is saved, and the folder is renamed afterwards
+    audio_tokenizer.name_or_path = str(final_codec)  # only the name is saved, and the folder will be renamed
     extractor = DacFeatureExtractor(feature_size=1, hop_length=1, sampling_rate=24000, padding_side="right")
     processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer, chat_template=CHAT_TEMPLATE.strip())
     processor.save_pretrained(folder)
-    named = json.loads((folder / "processor_config.json").read_text())["audio_tokenizer"]
-    assert named["audio_tokenizer_name_or_path"] == str(final_codec), named
+    saved = json.loads((folder / "processor_config.json").read_text())["audio_tokenizer"]
+    assert saved["audio_tokenizer_name_or_path"] == str(final_codec), saved

@@ -1,12 +1,12 @@
-"""The demo of Llama MoT: a small corpus in the layout of MusicCaps, and tiny models of the real architectures.
+"""The Llama MoT demo: a small corpus in MusicCaps format, and tiny models of the real architectures.
 
-python data/demo.py --out demo-mot --model mot
+    python data/demo.py --out demo-mot --model mot
 
 demo-mot/audio/musiccaps.csv, *.wav   captions, and music that follows from them
-demo-mot/codec                        MusicGen's EnCodec (32 kHz, 50 frames/s, 4 codebooks of 2048), tiny
-demo-mot/musicgen                     a MusicGen, tiny: the donor of the experts
-demo-mot/llama                        a Llama with llama3 rotary scaling and a SentencePiece tokenizer, tiny
-demo-mot/tokens                       the corpus through data/encode.py; the column `split` holds rows out
+demo-mot/codec                        a tiny version of MusicGen's EnCodec (32 kHz, 50 frames/s, 4 codebooks of 2048)
+demo-mot/musicgen                     a tiny MusicGen, whose weights initialise the audio experts
+demo-mot/llama                        a tiny Llama with llama3 rotary scaling and a SentencePiece tokenizer
+demo-mot/tokens                       the corpus, encoded by data/encode.py; the column `split` marks train and eval
 """
 
 import csv
@@ -17,10 +17,10 @@ from pathlib import Path
 from demos.dia import SEED
 from lib.store import write_json
 
-RATE, HOP = 32000, 640  # a frame is 20 ms: tones of 50 Hz and its multiples repeat exactly, so a held tone is a code
+RATE, HOP = 32000, 640  # 20 ms per frame: a tone of a multiple of 50 Hz repeats exactly, so its codes stay the same
 CLIPS = {"train": 56, "eval": 8}
 
-# Loudness of the harmonics, steps of a melody, its lowest tone, and the frames that a tone lasts.
+# INSTRUMENTS: loudness of the harmonics. MELODIES: steps of the scale. TEMPOS: frames per tone.
 INSTRUMENTS = {
     "flute": (1.0, 0.2),
     "organ": (1.0, 0.8, 0.0, 0.7, 0.0, 0.0, 0.0, 0.6),
@@ -33,12 +33,12 @@ MELODIES = {
     "a trill": (0, 1, 0, 1),
     "a wide leap": (0, 4, 0, 4),
 }
-REGISTERS = {"low": 4, "high": 12}  # x 50 Hz
+REGISTERS = {"low": 4, "high": 12}  # lowest tone, in multiples of 50 Hz
 TEMPOS = {"slowly": 10, "quickly": 7}
 
 
 def build_parts(folder: Path, final: Path) -> None:
-    """`folder` becomes `final` when it is whole: what names a place must name that one."""
+    """Build everything in `folder`, which is then renamed to `final`: paths inside the files must name `final`."""
     folder.mkdir(parents=True)
     captions = write_corpus(folder / "audio")
     print(f"  {len(captions)} pieces synthesised", flush=True)
@@ -61,7 +61,7 @@ def build_parts(folder: Path, final: Path) -> None:
 
 
 def write_corpus(folder: Path) -> list[str]:
-    """Every caption is another combination; the held-out ones combine what the others have heard."""
+    """Each caption is a different combination; the eval captions combine words that all occur in training."""
     import numpy as np
     import soundfile
 
@@ -71,7 +71,7 @@ def write_corpus(folder: Path) -> list[str]:
     rows = []
     for number, choice in enumerate(order):
         instrument, melody, register, tempo = kinds[choice]
-        ytid = f"{'-' if number % 7 == 0 else 'm'}{number:03d}usicDemo"[:11]  # some real ids begin with "-" too
+        ytid = f"{'-' if number % 7 == 0 else 'm'}{number:03d}usicDemo"[:11]  # some real ids start with "-", too
         soundfile.write(folder / f"{ytid}.wav", play(*kinds[choice]), RATE, subtype="PCM_16")
         held_out = number >= CLIPS["train"]
         row = {"ytid": ytid, "start_s": 0, "end_s": 10, "audioset_positive_labels": "/m/04rlf"}
@@ -86,7 +86,7 @@ def write_corpus(folder: Path) -> list[str]:
 
 
 def play(instrument: str, melody: str, register: str, tempo: str):
-    """Samples in -1..1; every tone lasts whole codec frames and has whole periods in each."""
+    """Samples in -1..1; each tone lasts whole codec frames, with whole periods in each frame."""
     import numpy as np
 
     frames, time = TEMPOS[tempo], np.arange(HOP) / RATE
@@ -106,7 +106,7 @@ def save_codec(folder: Path):
     from transformers import EncodecConfig, EncodecModel
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # MusicGen's own special ids lie outside its vocabulary, and it says so twice
+    logging.set_verbosity_error()  # MusicGen's own special ids lie outside its vocabulary, which gives two warnings
     logging.disable_progress_bar()
     torch.manual_seed(SEED)
     config = EncodecConfig(
@@ -123,8 +123,9 @@ def save_codec(folder: Path):
         num_lstm_layers=1,
     )
     model = EncodecModel(config).eval()
-    # A fresh LSTM drowns the sound in its own transients: at rest, a held tone is a held code.
-    # A fresh codec has codebooks of zeros, so every code would be 0: they are spread over what the encoder gives.
+    # A random LSTM drowns the sound in its own transients, so its weights are set to zero: a steady tone then has
+    # steady codes. New codebooks are all zeros, which would make every code 0, so they are spread over the encoder's
+    # outputs.
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.LSTM):
@@ -132,10 +133,10 @@ def save_codec(folder: Path):
                     parameter.zero_()
         sound = torch.cat([torch.tensor(play(i, m, "low", "quickly")) for i in INSTRUMENTS for m in MELODIES])
         latents = model.encoder(sound.float()[None, None])[0].T
-    draw = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     books = [buffer for name, buffer in model.named_buffers() if name.endswith(".embed")]
     for number, book in enumerate(books):
-        book.copy_(torch.randn(book.shape, generator=draw) * latents.std(0) / 2**number)
+        book.copy_(torch.randn(book.shape, generator=generator) * latents.std(0) / 2**number)
         if number == 0:
             book.add_(latents.mean(0))
     model.save_pretrained(folder)
@@ -143,7 +144,7 @@ def save_codec(folder: Path):
 
 
 def save_musicgen(folder: Path, codec) -> None:
-    """Narrower and deeper than the tiny Llama, so that projections and the layer map are used."""
+    """Narrower and deeper than the tiny Llama, so that the projections and the layer map are needed."""
     import torch
     from transformers import MusicgenConfig, MusicgenDecoderConfig, MusicgenForConditionalGeneration, T5Config
 

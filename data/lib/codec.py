@@ -1,6 +1,6 @@
-"""Codecs behind one small record: samples -> (T, C) codes and back.
+"""Codecs with one interface: samples -> (T, C) codes and back.
 
-Each clip is encoded alone, in fp32 and eval mode: padding in a batch, `.train()` or bf16 would change codes.
+Each clip is encoded alone, in fp32 and eval mode: padding in a batch, `.train()` or bf16 would change its codes.
 """
 
 import hashlib
@@ -10,23 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.errors import UsageError
+from lib.errors import UserError
 
-# model_type in config.json -> the name used in flags and in dataset.json
+# model_type in config.json -> name in --codec and in dataset.json
 KINDS = {"dac": "dac", "encodec": "encodec", "musicgen": "encodec", "higgs_audio_v2_tokenizer": "higgs"}
 
-# The published codecs, for codes that come without the weights that made them.
+# The published codecs, for codes that come without codec weights.
 PUBLISHED = {
     "dac": {"sample_rate": 44100, "hop": 512, "codebooks": 9, "codebook_size": 1024},
     "encodec": {"sample_rate": 32000, "hop": 640, "codebooks": 4, "codebook_size": 2048},
     "higgs": {"sample_rate": 24000, "hop": 960, "codebooks": 8, "codebook_size": 1024},
 }
 
-# DAC sees 7.3 frames to each side, so chunks that overlap by 8 have the codes of the whole clip. On a CPU
-# chunks of 2.5 s are also the fastest: the activations of a longer one leave the caches.
+# DAC sees 7.3 frames to each side, so chunks that overlap by 8 frames give the codes of the whole clip. On a CPU,
+# chunks of 2.5 s are also the fastest: the activations of longer ones do not fit the caches.
 DAC_OVERLAP = 8
 DAC_CHUNK = {"cpu": 216, "cuda": 2592}
-# EnCodec has an LSTM and Higgs attends to the whole clip: neither can be cut, so length is bounded by memory.
+# EnCodec has an LSTM and Higgs attends to the whole clip: neither can be chunked, so memory limits the length.
 MAX_UNCUT_SECONDS = 120
 
 
@@ -46,7 +46,7 @@ class Codec:
 
 
 def find_weights(weights: str) -> Path:
-    """The local file or folder behind --codec-weights: a path, or a hub id (cached or fetched)."""
+    """The local file or folder for --codec-weights, which is a path or a hub id (cached or downloaded)."""
     path = Path(weights).expanduser()
     if path.exists():
         return path
@@ -56,20 +56,21 @@ def find_weights(weights: str) -> Path:
         return Path(snapshot_download(weights, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise UsageError(
-            f"--codec-weights {weights} is neither a path here nor a reachable hub id: {type(error).__name__}: {reason}"
+        raise UserError(
+            f"--codec-weights {weights} is neither a local path nor a reachable hub id "
+            f"({type(error).__name__}: {reason})"
         ) from None
 
 
 def weight_files(path: Path) -> list[Path]:
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise UsageError(f"--codec-weights {path} holds no .safetensors file")
+        raise UserError(f"--codec-weights {path} has no .safetensors file")
     return files
 
 
 def hash_weights(path: Path) -> str:
-    """SHA-256 over the weight files in the order of their names: one file hashes to its own SHA-256."""
+    """SHA-256 over the weight files, ordered by name; for a single file it is the file's own SHA-256."""
     digest = hashlib.sha256()
     for file in weight_files(path):
         with open(file, "rb") as stream:
@@ -79,22 +80,22 @@ def hash_weights(path: Path) -> str:
 
 
 def kind_of(path: Path) -> str:
-    """Which codec the weights are for: a .pth file is descript's DAC, a folder says it in its config.json."""
+    """Which codec the weights belong to: a .pth file is descript's DAC, a folder names it in its config.json."""
     if path.is_file():
         if path.suffix != ".pth":
-            raise UsageError(f"--codec-weights {path} is neither a folder nor descript-audio-codec's .pth file")
+            raise UserError(f"--codec-weights {path} is neither a folder nor descript-audio-codec's .pth file")
         return "dac"
     try:
         model_type = json.loads((path / "config.json").read_text())["model_type"]
     except (OSError, ValueError, KeyError):
-        raise UsageError(f"--codec-weights {path} has no config.json that names a model_type") from None
+        raise UserError(f"--codec-weights {path} has no config.json with a model_type") from None
     if model_type not in KINDS:
-        raise UsageError(f"--codec-weights {path} is a {model_type} model; known are {', '.join(KINDS)}")
+        raise UserError(f"--codec-weights {path} is a {model_type} model; supported are {', '.join(KINDS)}")
     return KINDS[model_type]
 
 
 def describe(path: Path) -> dict:
-    """Sample rate, hop and codebooks, without loading a transformers model's weights."""
+    """Sample rate, hop and codebooks; a transformers model's weights are not loaded for this."""
     kind = kind_of(path)
     if path.is_file():
         kwargs = read_pth(path)["metadata"]["kwargs"]
@@ -127,7 +128,7 @@ def read_pth(path: Path) -> dict:
         content = torch.load(path, map_location="cpu", weights_only=True)
         content["state_dict"], content["metadata"]["kwargs"]
     except Exception as error:
-        raise UsageError(
+        raise UserError(
             f"--codec-weights {path} is not a plain descript-audio-codec file: {type(error).__name__}"
         ) from None
     return content
@@ -140,9 +141,9 @@ def load_codec(path: Path, device: str = "cpu") -> Codec:
     import torch
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the scripts show their own
+    logging.disable_progress_bar()  # the commands show their own
     kind, format = kind_of(path), describe(path)
-    weight_files(path)
+    weight_files(path)  # refuses a folder without weights
     if path.is_file():
         model, encode, decode = load_descript(path)
     else:
@@ -197,8 +198,11 @@ def load_encodec(path: Path):
 
     config = read_config(path)
     if config.normalize or config.chunk_length_s or config.audio_channels != 1:
-        # Their codes mean nothing without a scale a clip or a chunk, which no token model keeps.
-        raise UsageError(f"--codec-weights {path} normalises, cuts or is stereo; use the 32 kHz codec of MusicGen")
+        # Their codes are meaningless without a scale per clip or chunk, which token models do not keep.
+        raise UserError(
+            f"--codec-weights {path} normalises its input, splits it into chunks or is stereo: "
+            "use MusicGen's 32 kHz codec"
+        )
     model = from_pretrained(EncodecModel, path, config=config, key_mapping={r"^audio_encoder\.": ""})
     bandwidth = config.target_bandwidths[-1]
     return (
@@ -223,20 +227,20 @@ LOADERS = {"dac": load_dac, "encodec": load_encodec, "higgs": load_higgs}
 
 
 def from_pretrained(model_class, path: Path, **kwargs):
-    """fp32 from safetensors; a tensor that is missing or has another shape is an error, not random weights."""
+    """Load in fp32 from safetensors; a missing tensor or wrong shape is an error instead of random weights."""
     import torch
 
     model, info = model_class.from_pretrained(
         path, use_safetensors=True, local_files_only=True, dtype=torch.float32, output_loading_info=True, **kwargs
     )
     if info["missing_keys"] or info["mismatched_keys"]:
-        named = sorted(info["missing_keys"]) or sorted(info["mismatched_keys"])
-        raise UsageError(f"--codec-weights {path} lacks tensors of a {model_class.__name__}: {named[0]}, ...")
+        names = sorted(info["missing_keys"]) or sorted(info["mismatched_keys"])
+        raise UserError(f"--codec-weights {path} lacks tensors that {model_class.__name__} needs: {names[0]}, ...")
     return model
 
 
 def in_chunks(encode: Callable, hop: int, chunk: int) -> Callable:
-    """Zero-pad to whole frames, then encode chunk by chunk, each with its neighbours' edge for context."""
+    """Zero-pad to whole frames, then encode chunk by chunk, each with the edges of its neighbours as context."""
     import torch
 
     def encode_chunks(wave):

@@ -1,4 +1,4 @@
-"""The processes that encode: each has its own codec, reads, resamples and encodes clip by clip."""
+"""The worker processes of data/encode.py: each has its own codec and reads, resamples and encodes clip by clip."""
 
 import hashlib
 import multiprocessing
@@ -10,34 +10,34 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from lib.errors import UsageError
+from lib.errors import UserError
 from lib.resume import Job, source_key
 from lib.sources import Clip, content_stamp, read_content
 
-CLIPS_PER_TASK = 16  # what a worker takes at once: clips that follow each other often share a file
+CLIPS_PER_TASK = 16  # clips handed to a worker at once: neighbours often share a recording
 
-Todo = list[tuple[Clip, str | None]]  # a clip, and the source it was last seen with
+Todo = list[tuple[Clip, str | None]]  # clips, each with the source it had when it was last encoded (None: never)
 
-STATE: dict = {}  # of this process: job, number, codec, last content
+STATE: dict = {}  # of this process: job, worker number, codec, last recording read
 
 
 def run_workers(todo: Todo, job: Job, workers: int) -> Iterator[list[dict]]:
-    """Results in the order in which they get ready; one worker is this process itself."""
-    size = max(1, min(CLIPS_PER_TASK, len(todo) // (4 * workers)))  # small enough that all end together
+    """Encode all clips and yield results as they are ready; with one worker, everything runs in this process."""
+    size = max(1, min(CLIPS_PER_TASK, len(todo) // (4 * workers)))  # small tasks, so that all workers end together
     tasks = [todo[i : i + size] for i in range(0, len(todo), size)]
     if workers == 1:
-        start(job, None)
+        start_worker(job, None)
         yield from map(encode_task, tasks)
         return
-    # glibc gives large blocks back to the system at once; taking them again for every activation of a codec is
-    # a third of the time on a CPU. Read at the start of a process, hence here.
+    # glibc returns large blocks to the system at once, and asking for them again for every activation of the codec
+    # takes a third of the time on a CPU. A process reads these variables when it starts, so they are set here.
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
         os.environ.setdefault(name, str(1 << 30))
     context = multiprocessing.get_context("spawn")
     numbers = context.Queue()
     for number in range(workers):
         numbers.put(number)
-    with ProcessPoolExecutor(workers, context, start, (job, numbers)) as pool:
+    with ProcessPoolExecutor(workers, context, start_worker, (job, numbers)) as pool:
         try:
             running = set()
             while tasks or running:
@@ -47,42 +47,27 @@ def run_workers(todo: Todo, job: Job, workers: int) -> Iterator[list[dict]]:
                 for future in ready:
                     yield future.result()
         except BrokenProcessPool:
-            raise UsageError(
-                "a worker process died, perhaps for lack of memory; finished clips are kept: "
-                "run the same command again, with fewer --workers"
+            raise UserError(
+                "a worker process died, possibly out of memory; finished clips are kept: "
+                "run the same command again with fewer --workers"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def start(job: Job, numbers) -> None:
-    STATE.update(job=job, number=None, codec=None, content=(None, b"", ""))
+def start_worker(job: Job, numbers) -> None:
+    """Set up this process; `numbers` is None when it is the main process, which encodes itself."""
+    STATE.update(job=job, number=None, codec=None, recording=(None, b"", ""))
     if numbers is not None:
         STATE["number"] = numbers.get()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
-        threading.Thread(target=end_with_parent, daemon=True).start()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then stops its workers
+        threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def end_with_parent() -> None:
-    """A parent that is killed says nothing to its workers, which would wait for ever."""
+def exit_with_parent() -> None:
+    """Exit as soon as the parent is gone: workers of a killed parent would wait forever."""
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def codec_of_worker():
-    """Loaded by the first clip that needs it: a run that only finds unchanged files needs none."""
-    if STATE["codec"] is None:
-        import torch
-
-        from lib.codec import load_codec
-
-        if STATE["number"] is not None:
-            torch.set_num_threads(1)  # one core a worker: threads of several codecs would only fight
-        device = "cpu"
-        if torch.cuda.is_available():
-            device = f"cuda:{(STATE['number'] or 0) % torch.cuda.device_count()}"
-        STATE["codec"] = load_codec(Path(STATE["job"].path), device)
-    return STATE["codec"]
 
 
 def encode_task(task: Todo) -> list[dict]:
@@ -90,13 +75,13 @@ def encode_task(task: Todo) -> list[dict]:
 
 
 def encode_clip(clip: Clip, last_source: str | None) -> dict:
-    """What one clip became, as plain values that travel between processes."""
+    """The result for one clip, as plain values that can be sent between processes."""
     from lib.waveform import Reject
 
     result = {
         "id": clip.id,
-        "place": clip.place,
-        "stamp": content_stamp(clip),  # before reading: a change while we read is a change next time
+        "recording": clip.recording,
+        "stamp": content_stamp(clip),  # taken before reading, so that a change during the read is seen next time
         "sha256": "",
         "source": "",
         "codes": [],
@@ -106,26 +91,26 @@ def encode_clip(clip: Clip, last_source: str | None) -> dict:
         "unchanged": False,
     }
     try:
-        data, result["sha256"] = content_of(clip)
+        data, result["sha256"] = read_recording(clip)
         result["source"] = source_key(clip, result["sha256"])
         if result["source"] == last_source:
             return result | {"unchanged": True}
-        codes, result["seconds"] = codes_of(clip, data, STATE["job"])
+        codes, result["seconds"] = encode_content(clip, data, STATE["job"])
         return result | {"codes": codes.reshape(-1), "frames": len(codes)}
     except Reject as reason:
         return result | {"reject": str(reason)}
 
 
-def content_of(clip: Clip) -> tuple[bytes, str]:
-    """Bytes and SHA-256; the last content is kept, for a long recording comes as many clips in a row."""
-    if STATE["content"][0] != clip.place:
+def read_recording(clip: Clip) -> tuple[bytes, str]:
+    """Bytes and SHA-256. The last recording is cached, because a long one comes as many clips in a row."""
+    if STATE["recording"][0] != clip.recording:
         data = read_content(clip)
-        STATE["content"] = (clip.place, data, hashlib.sha256(data).hexdigest())
-    return STATE["content"][1:]
+        STATE["recording"] = (clip.recording, data, hashlib.sha256(data).hexdigest())
+    return STATE["recording"][1:]
 
 
-def codes_of(clip: Clip, data: bytes, job: Job):
-    """(T, C) int16 and the seconds of sound they stand for."""
+def encode_content(clip: Clip, data: bytes, job: Job):
+    """(T, C) int16 codes and the seconds of audio they stand for."""
     from lib.waveform import prepare, read_codes, read_samples
 
     if clip.coded:
@@ -135,14 +120,30 @@ def codes_of(clip: Clip, data: bytes, job: Job):
         codes = read_codes(data, format["codebooks"], format["codebook_size"], job.stereo, clip.id)
         return codes, len(codes) * format["hop"] / format["sample_rate"]
     wave, rate = read_samples(data, clip.start, clip.end)
-    codec = codec_of_worker()
+    codec = worker_codec()
     longest = min(job.max_seconds, codec.max_seconds)
     samples = prepare(wave, rate, codec.sample_rate, job.stereo, job.min_seconds, longest)
     return encode_samples(codec, samples, job.stereo), wave.shape[1] / rate
 
 
+def worker_codec():
+    """This process's codec, loaded for the first clip that needs it: unchanged files need none."""
+    if STATE["codec"] is None:
+        import torch
+
+        from lib.codec import load_codec
+
+        if STATE["number"] is not None:
+            torch.set_num_threads(1)  # one core per worker: more threads would only compete for the cores
+        device = "cpu"
+        if torch.cuda.is_available():
+            device = f"cuda:{(STATE['number'] or 0) % torch.cuda.device_count()}"
+        STATE["codec"] = load_codec(Path(STATE["job"].path), device)
+    return STATE["codec"]
+
+
 def encode_samples(codec, samples, stereo: bool):
-    """(T, C) int16; for a stereo job L and R side by side, R a copy of L's codes where the source is mono."""
+    """(T, C) int16 codes. With `stereo`, L and R side by side; a mono source gets L's codes twice."""
     import numpy as np
     import torch
 
@@ -150,5 +151,5 @@ def encode_samples(codec, samples, stereo: bool):
     if stereo and len(codes) == 1:
         codes *= 2
     codes = torch.cat(codes, dim=1).numpy()
-    assert 0 <= codes.min() and codes.max() < codec.codebook_size, "the codec left its own range"
+    assert 0 <= codes.min() and codes.max() < codec.codebook_size, "the codec returned a code outside its codebook"
     return codes.astype(np.int16)

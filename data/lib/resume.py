@@ -1,4 +1,4 @@
-"""What is encoded already: the clips of a finished dataset and of the parts that an interrupted run left."""
+"""What is already encoded: the clips in a finished dataset and in the part files of an interrupted run."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ PART_COLUMNS = {"id": "string", "source": "string", "codes": "int16 list", "fram
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides which codes a clip gets."""
+    """Every setting that affects the codes of a clip."""
 
-    path: str | None  # None: the clips come as codes, and nobody knows the weights
+    path: str | None  # codec weights; None: all clips come as codes, made by unknown weights
     weights_sha256: str | None
     codec: str
     stereo: bool
@@ -36,102 +36,112 @@ class Job:
 
 
 @dataclass(slots=True)
-class Finished:
-    """One clip that was looked at: its codes, or why it has none."""
+class ClipResult:
+    """The codes of one clip, or the reason why it was rejected."""
 
-    source: str  # SHA-256 of the content, and which part of it; empty where it could not be read
+    source: str  # SHA-256 of the recording, start and end; empty if it could not be read
     codes: tuple | None = None  # Arrow column and row
     frames: int = 0
     reject: str = ""
 
 
 @dataclass
-class Done:
-    clips: dict[str, Finished] = field(default_factory=dict)
-    # place of the content -> (stamp, SHA-256): what has its old stamp need not be read again
-    places: dict[str, tuple[str, str]] = field(default_factory=dict)
+class Finished:
+    clips: dict[str, ClipResult] = field(default_factory=dict)  # id -> result
+    # recording -> (stamp, SHA-256): a recording with an unchanged stamp is not read again
+    recordings: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def source_key(clip: Clip, sha256: str) -> str:
     return f"{sha256}:{clip.start}:{clip.end}"
 
 
-def load_finished(out: Path, work: Path, job: Job) -> Done:
-    """Clips of the dataset at `out` and of the parts in `work`, as far as they were made by this job."""
+# ---------------------------------------------------------------- read what is finished
+
+
+def load_finished(out: Path, work: Path, job: Job) -> Finished:
+    """Clips that this job has finished, in the dataset at `out` and in the part files in `work`."""
     from lib import store
 
-    done = Done()
+    finished = Finished()
     info = store.read_dataset_json(out)
     if info and info.get("key") == job.key():
         for entry in info["files"]:
-            add_arrow(done, out / entry["name"])
+            add_arrow(finished, out / entry["name"])
         for item in store.read_jsonl(out / "rejects.jsonl"):
-            done.clips[item["id"]] = Finished(item["source"], reject=item["reason"])
-        add_places(done, out / "sources.jsonl")
+            finished.clips[item["id"]] = ClipResult(item["source"], reject=item["reason"])
+        add_recordings(finished, out / "sources.jsonl")
     for file in sorted(work.glob(f"part-{job.key()}-*.arrow")):
-        add_arrow(done, file)
+        add_arrow(finished, file)
     for file in sorted(work.glob("sources-*.jsonl")):
-        add_places(done, file)
-    return done
+        add_recordings(finished, file)
+    return finished
 
 
-def add_arrow(done: Done, file: Path) -> None:
+def add_arrow(finished: Finished, file: Path) -> None:
     from lib import store
 
     for batch in store.read_arrow(file):
         codes = batch.column("codes")
         rejects = [""] * len(batch)
-        if "reject" in batch.schema.names:  # a part; a finished dataset lists its rejects elsewhere
+        if "reject" in batch.schema.names:  # a part file; a finished dataset keeps its rejects in rejects.jsonl
             rejects = batch.column("reject").to_pylist()
         columns = (batch.column(name).to_pylist() for name in ("id", "source", "frames"))
         for row, (id, source, frames) in enumerate(zip(*columns, strict=True)):
-            done.clips[id] = Finished(source, (codes, row), frames, rejects[row])
+            finished.clips[id] = ClipResult(source, (codes, row), frames, rejects[row])
 
 
-def add_places(done: Done, file: Path) -> None:
+def add_recordings(finished: Finished, file: Path) -> None:
     from lib import store
 
-    for place, stamp, sha256 in store.read_jsonl(file):
-        done.places[place] = (stamp, sha256)
+    for recording, stamp, sha256 in store.read_jsonl(file):
+        finished.recordings[recording] = (stamp, sha256)
 
 
-def save_part(work: Path, name: str, results: list[dict], done: Done) -> None:
-    """Make the results durable and enter them in `done`."""
-    from lib import store
-
-    fresh = [result for result in results if not result["unchanged"]]
-    if fresh:
-        store.write_arrow(work / f"part-{name}.arrow", fresh, PART_COLUMNS)
-        add_arrow(done, work / f"part-{name}.arrow")
-    places = {result["place"]: (result["stamp"], result["sha256"]) for result in results if result["sha256"]}
-    store.write_jsonl(work / f"sources-{name}.jsonl", ([place, *values] for place, values in places.items()))
-    done.places |= places
-
-
-def unfinished(clips: list[Clip], done: Done) -> list[tuple[Clip, str | None]]:
-    """Clips to hand to a worker, with the source they were last seen with (None: never)."""
+def unfinished(clips: list[Clip], finished: Finished) -> list[tuple[Clip, str | None]]:
+    """Clips for the workers, each with the source it had when it was last encoded (None: never)."""
     todo = []
     for clip in clips:
-        finished = done.clips.get(clip.id)
-        stamp, sha256 = done.places.get(clip.place, ("", ""))
-        same = finished and finished.source == source_key(clip, sha256)
+        result = finished.clips.get(clip.id)
+        stamp, sha256 = finished.recordings.get(clip.recording, ("", ""))
+        same = result and result.source == source_key(clip, sha256)
         if not (same and stamp == content_stamp(clip)):
-            todo.append((clip, finished.source if finished else None))
+            todo.append((clip, result.source if result else None))
     return todo
 
 
-def is_current(out: Path, clips: list[Clip], done: Done, job: Job) -> bool:
-    """Whether the dataset at `out` is what writing it again would give."""
+# ---------------------------------------------------------------- keep what is finished
+
+
+def save_part(work: Path, name: str, results: list[dict], finished: Finished) -> None:
+    """Write the workers' results to durable part files and add them to `finished`."""
+    from lib import store
+
+    encoded = [result for result in results if not result["unchanged"]]
+    if encoded:
+        store.write_arrow(work / f"part-{name}.arrow", encoded, PART_COLUMNS)
+        add_arrow(finished, work / f"part-{name}.arrow")
+    recordings = {result["recording"]: (result["stamp"], result["sha256"]) for result in results if result["sha256"]}
+    lines = ([recording, *stamp_and_hash] for recording, stamp_and_hash in recordings.items())
+    store.write_jsonl(work / f"sources-{name}.jsonl", lines)
+    finished.recordings |= recordings
+
+
+# ---------------------------------------------------------------- is the dataset up to date
+
+
+def is_current(out: Path, clips: list[Clip], finished: Finished, job: Job) -> bool:
+    """Whether writing the dataset at `out` again would change nothing."""
     from lib import store
 
     info = store.read_dataset_json(out)
-    return bool(info) and info.get("key") == job.key() and info.get("clips") == clips_key(clips, done)
+    return bool(info) and info.get("key") == job.key() and info.get("clips") == clips_key(clips, finished)
 
 
-def clips_key(clips: list[Clip], done: Done) -> str:
-    """Changes with any text, label, clip or source of the dataset."""
+def clips_key(clips: list[Clip], finished: Finished) -> str:
+    """A hash that changes with any clip, text, label or recording in the dataset."""
     digest = hashlib.sha256()
     for clip in clips:
-        fields = asdict(clip) | {"audio": None, "source": done.clips[clip.id].source}
+        fields = asdict(clip) | {"audio": None, "source": finished.clips[clip.id].source}
         digest.update(json.dumps(fields, sort_keys=True).encode())
     return digest.hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Where clips come from: every input format ends as one list of Clip.
+"""Where clips come from: one reader per input format, each giving Clips.
 
-Text is looked up in this order: the manifest's field, `<stem>.txt` beside the audio, `<prompts>/<stem>.txt`,
-`<prompts>/<stem>_prompt.txt`. A file name never becomes a prompt.
+A clip's text is looked up in this order: the manifest's field, `<stem>.txt` next to the audio, `<prompts>/<stem>.txt`,
+`<prompts>/<stem>_prompt.txt`. A file name is never used as a prompt.
 """
 
 import csv
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lib.errors import UsageError
+from lib.errors import UserError
 from lib.waveform import Reject
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aiff", ".aif", ".au", ".w64", ".caf")
@@ -27,32 +27,32 @@ AUDIO_NAMES = ("audio", "audio_file", "file", "file_name", "path")
 @dataclass(frozen=True)
 class Clip:
     id: str
-    audio: Path  # the file, or the dataset that `row` is in
+    audio: Path  # the file, or the Hugging Face dataset that contains `row`
     text: str | None = None  # None: not found yet
-    start: float | None = None  # seconds; None is the beginning
-    end: float | None = None  # seconds; None is the end
-    row: tuple[str, int] | None = None  # split and number in a Hugging Face dataset
+    start: float | None = None  # seconds; None: from the beginning
+    end: float | None = None  # seconds; None: to the end
+    row: tuple[str, int] | None = None  # split and row number in a Hugging Face dataset
     coded: bool = False  # the content is codes, not audio
     speaker: str | None = None
     lang: str | None = None
-    group: str | None = None  # clips of one group must not be spread over train and eval
+    group: str | None = None  # clips of one group must all be in train or all in eval
     split: str | None = None
-    ref: str | None = None  # id of the clip that shows the voice to clone
+    ref: str | None = None  # id of the reference clip, whose voice is to be cloned
     scene: str | None = None
 
     @property
-    def place(self) -> str:
-        """Names the content: clips of one place are parts of one recording."""
+    def recording(self) -> str:
+        """Identifies the recording that this clip is all or part of: a file, or a row of a dataset."""
         return str(self.audio) if self.row is None else f"{self.audio}#{self.row[0]}#{self.row[1]}"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Flags that only some formats look at."""
+    """Flags that only some formats use."""
 
-    audio_root: Path | None = None  # manifest paths start here instead of at the manifest's folder
-    captions: Path | None = None  # legacy-npy: the CSV with the captions
-    text_column: str | None = None  # csv, hf: where the text is
+    audio_root: Path | None = None  # manifest paths are relative to this instead of the manifest's folder
+    captions: Path | None = None  # legacy-npy: CSV with the captions
+    text_column: str | None = None  # csv, hf: column with the text
     musiccaps_split: str = "balanced"
 
 
@@ -64,18 +64,18 @@ def find_clips(
     options: Options | None = None,
 ) -> list[Clip]:
     """All clips of `source`, sorted by id, each with its text."""
-    if not source.exists() and format != "hf":  # which may be a hub id
-        raise UsageError(f"--source {source} does not exist")
+    if not source.exists() and format != "hf":  # an hf source may be a hub id
+        raise UserError(f"--source {source} does not exist")
     clips = list(READERS[format](source, options or Options()))
     if not clips:
-        raise UsageError(f"no clips found in --source {source} as --format {format}")
+        raise UserError(f"no clips found in --source {source} with --format {format}")
     refuse_duplicates(clips)
     clips = find_texts(clips, prompts or (source if source.is_dir() else source.parent) / "prompts")
     return sorted(apply_missing_text(clips, missing_text), key=lambda clip: clip.id)
 
 
 def count_wanted(format: str, options: Options, clips: list[Clip]) -> int:
-    """How many clips the source lists: a folder of codes that somebody began to fill lists them in its captions."""
+    """How many clips the source lists; a partly filled folder of .npy codes lists more in its captions than it has."""
     return max(len(clips), len(list(musiccaps_rows(options.captions)))) if format == "legacy-npy" else len(clips)
 
 
@@ -83,18 +83,18 @@ def count_wanted(format: str, options: Options, clips: list[Clip]) -> int:
 
 
 def read_folder(source: Path, options: Options) -> Iterator[Clip]:
-    """Every audio file below a folder; the id is its relative path without the suffix."""
+    """Every audio file in a folder and its subfolders; the id is the relative path without the suffix."""
     if not source.is_dir():
-        raise UsageError(f"--format folder needs a folder, and --source {source} is a file")
+        raise UserError(f"--format folder needs a folder, but --source {source} is a file")
     for file in walk(source):
         if file.suffix.lower() in AUDIO_SUFFIXES:
             yield Clip(id=file.relative_to(source).with_suffix("").as_posix(), audio=file)
 
 
 def read_jsonl(source: Path, options: Options) -> Iterator[Clip]:
-    """One object a line: id, audio (or codes), text or text_file; where known start, end and labels.
+    """One JSON object per line: id, audio (or codes), text or text_file; optionally start, end and labels.
 
-    Voice-cloning manifests add ref_audio and ref_text, and may call the clip target_audio and target_text.
+    Voice-cloning manifests add ref_audio and ref_text, and may name the clip target_audio and target_text.
     """
     root = options.audio_root or source.parent
     pairs = []
@@ -106,7 +106,7 @@ def read_jsonl(source: Path, options: Options) -> Iterator[Clip]:
 
 
 def read_csv(source: Path, options: Options) -> Iterator[Clip]:
-    """LJSpeech's `id|text` without a header, or a CSV whose header names audio, text and labels."""
+    """LJSpeech's `id|text` without a header, or a CSV with a header that names audio, text and labels."""
     if source.is_dir():
         source = source / "metadata.csv"
     root = options.audio_root or source.parent
@@ -117,15 +117,17 @@ def read_csv(source: Path, options: Options) -> Iterator[Clip]:
                 continue
             where = f"{source}:{number}"
             if len(row) < 2:
-                raise UsageError(f"{where} is not id|text")
-            # LJSpeech's third field is the text with its numbers and abbreviations spelled out.
+                raise UserError(f"{where} is not id|text")
+            # LJSpeech's third field is the text with numbers and abbreviations spelled out.
             yield Clip(id=row[0], audio=audio_named(root, row[0], where), text=row[-1].strip() or row[1].strip())
         return
     for number, item in csv_rows(content, source):
         where = f"{source}:{number}"
         audio = first_field(item, AUDIO_NAMES)
         if audio is None:
-            raise UsageError(f"{where} has no column for the audio file (one of {', '.join(AUDIO_NAMES)})")
+            raise UserError(
+                f"{where} has no audio file; its column must have one of the names {', '.join(AUDIO_NAMES)}"
+            )
         text = item.get(options.text_column) if options.text_column else first_field(item, TEXT_NAMES)
         item = {name: value or None for name, value in item.items()}
         item |= {"id": first_field(item, ID_NAMES) or Path(audio).with_suffix("").as_posix()}
@@ -133,47 +135,48 @@ def read_csv(source: Path, options: Options) -> Iterator[Clip]:
 
 
 def read_musiccaps(source: Path, options: Options) -> Iterator[Clip]:
-    """The MusicCaps CSV and a folder of audio named by ytid (--audio-root); many videos no longer exist."""
+    """The MusicCaps CSV and a folder of audio files named by ytid (--audio-root); many videos no longer exist."""
     root = options.audio_root or source.parent
     files = {file.stem: file for file in walk(root) if file.suffix.lower() in AUDIO_SUFFIXES}
     rows = list(musiccaps_rows(source))
-    held_out = {"balanced": "is_balanced_subset", "audioset": "is_audioset_eval"}[options.musiccaps_split]
-    for row in rows:
-        if row["ytid"] in files:
-            split = "eval" if row.get(held_out, "").strip().lower() == "true" else "train"
-            yield Clip(id=row["ytid"], audio=files[row["ytid"]], text=row["caption"], split=split)
-    found = sum(row["ytid"] in files for row in rows)
-    print(f"{found} of {len(rows)} rows of {source.name} have an audio file in {root}")
+    available = [row for row in rows if row["ytid"] in files]
+    for row in available:
+        split = musiccaps_split(row, options)
+        yield Clip(id=row["ytid"], audio=files[row["ytid"]], text=row["caption"], split=split)
+    print(f"{len(available)} of {len(rows)} rows of {source.name} have an audio file in {root}")
+
+
+def musiccaps_split(row: dict, options: Options) -> str:
+    column = {"balanced": "is_balanced_subset", "audioset": "is_audioset_eval"}[options.musiccaps_split]
+    return "eval" if row.get(column, "").strip().lower() == "true" else "train"
 
 
 # ---------------------------------------------------------------- codes made by earlier trainers
 
 
 def read_legacy_npy(source: Path, options: Options) -> Iterator[Clip]:
-    """`{ytid}.npy` of shape [4, T] or [1, 4, T], found by the metadata file or by name; captions from a CSV."""
+    """`{ytid}.npy` of shape (4, T) or (1, 4, T), found through the metadata file or by name; captions from a CSV."""
     if options.captions is None:
-        raise UsageError("--format legacy-npy needs --captions, the CSV with ytid and caption")
+        raise UserError("--format legacy-npy needs --captions, the CSV with ytid and caption")
     files = {file.stem: file for file in walk(source) if file.suffix == ".npy"}
     for name in ("pre_encoded_metadata.json", "metadata.json"):
         if (source / name).is_file():
             for ytid, entry in json_file(source / name, dict).items():
                 path = entry.get("encoded_file") if isinstance(entry, dict) else entry
                 if not isinstance(path, str):
-                    raise UsageError(f"{source / name}: {ytid} names no encoded file")
-                # Such files often hold the absolute path of another machine: then the name decides.
-                named = inside(source, path, f"{source / name}: {ytid}", by_name=True)
-                files[ytid] = named
+                    raise UserError(f"{source / name}: {ytid} has no encoded file")
+                # Such files often hold absolute paths of another machine: then only the file name is used.
+                files[ytid] = inside(source, path, f"{source / name}: {ytid}", by_name=True)
             break
-    split = {"balanced": "is_balanced_subset", "audioset": "is_audioset_eval"}[options.musiccaps_split]
     captions = {row["ytid"]: row for row in musiccaps_rows(options.captions)}
     for ytid, file in files.items():
         row = captions.get(ytid, {})
-        held_out = row.get(split, "").strip().lower() == "true"
-        yield Clip(id=ytid, audio=file, text=row.get("caption"), coded=True, split="eval" if held_out else "train")
+        split = musiccaps_split(row, options)
+        yield Clip(id=ytid, audio=file, text=row.get("caption"), coded=True, split=split)
 
 
 def read_legacy_pt(source: Path, options: Options) -> Iterator[Clip]:
-    """`.pt` files of shape (T, 9) or (T, 18) with metadata.json: file -> prompt, or a list of objects."""
+    """`.pt` files of shape (T, 9) or (T, 18); metadata.json maps files to prompts, or is a list of objects."""
     texts = {}
     if (source / "metadata.json").is_file():
         content = json_file(source / "metadata.json", (dict, list))
@@ -188,11 +191,12 @@ def read_legacy_pt(source: Path, options: Options) -> Iterator[Clip]:
         if file.suffix == ".pt":
             text = texts.get(file.stem)
             if text is not None and letters(text) == letters(file.stem):
-                text = None  # the old encoder made prompts out of file names
+                text = None  # the old encoder turned file names into prompts
             yield Clip(id=file.relative_to(source).with_suffix("").as_posix(), audio=file, text=text, coded=True)
 
 
 def letters(text: str) -> str:
+    """The words of a prompt or file name, in a form that can be compared."""
     return " ".join(re.findall(r"\w+", text.replace("_", " ").lower()))
 
 
@@ -200,19 +204,19 @@ def letters(text: str) -> str:
 
 
 def read_hf(source: Path, options: Options) -> Iterator[Clip]:
-    """A dataset on disk (save_to_disk or parquet) or a hub id, with an audio column or with audio_codes."""
+    """A dataset on disk (save_to_disk or parquet) or a hub id, with a column of audio or of audio_codes."""
     for split, data in open_hf(str(source)).items():
         names = data.column_names
         text = options.text_column or next((name for name in TEXT_NAMES if name in names), None)
         if (text is not None and text not in names) or hf_content(data) is None:
-            raise UsageError(f"--source {source} needs an audio and a text column; it has {', '.join(names)}")
+            raise UserError(f"--source {source} needs an audio column and a text column; it has {', '.join(names)}")
         id = next((name for name in ID_NAMES if name in names), None)
-        labels = {"speaker": ("speaker", "speaker_id"), "lang": ("lang", "language"), "group": ("group",)}
-        columns = {label: next((n for n in options if n in names), None) for label, options in labels.items()}
-        wanted = [name for name in {id, text, *columns.values()} if name]
-        light = data.select_columns(wanted) if wanted else None
+        label_names = {"speaker": ("speaker", "speaker_id"), "lang": ("lang", "language"), "group": ("group",)}
+        labels = {label: next((n for n in choices if n in names), None) for label, choices in label_names.items()}
+        columns = [name for name in {id, text, *labels.values()} if name]
+        without_audio = data.select_columns(columns) if columns else None  # audio is read later, clip by clip
         for number in range(len(data)):
-            row = light[number] if light else {}
+            row = without_audio[number] if without_audio else {}
             where = f"{source}, row {number}"
             yield Clip(
                 id=str(row[id]) if id else f"{split}{number:08d}",
@@ -221,13 +225,13 @@ def read_hf(source: Path, options: Options) -> Iterator[Clip]:
                 coded=hf_content(data) == "audio_codes",
                 text=as_text(row.get(text), "text", where),
                 split=split or None,
-                **{label: as_text(row.get(name), label, where) for label, name in columns.items()},
+                **{label: as_text(row.get(name), label, where) for label, name in labels.items()},
             )
 
 
 @functools.cache
 def open_hf(source: str) -> dict:
-    """split -> Dataset, its audio as stored: decoding is ours."""
+    """split -> Dataset; audio is left undecoded, because we decode it ourselves."""
     import datasets
 
     try:
@@ -237,7 +241,7 @@ def open_hf(source: str) -> dict:
             data = datasets.load_dataset(source)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        raise UsageError(f"--source {source} cannot be opened as a dataset: {reason}") from None
+        raise UserError(f"--source {source} cannot be opened as a dataset: {reason}") from None
     splits = data if isinstance(data, datasets.DatasetDict) else {"": data}
     for split, part in splits.items():
         for name, feature in part.features.items():
@@ -247,6 +251,7 @@ def open_hf(source: str) -> dict:
 
 
 def hf_content(data) -> str | None:
+    """The column with the content: the first with audio, or audio_codes."""
     import datasets
 
     audio = [name for name, feature in data.features.items() if isinstance(feature, datasets.Audio)]
@@ -257,7 +262,7 @@ def hf_content(data) -> str | None:
 
 
 def read_chatml(source: Path, options: Options) -> Iterator[Clip]:
-    """Chats of a reference turn and target turns (both layouts of the wild), JSON list or JSONL."""
+    """Chats with a reference turn and target turns, in either of the two layouts in use, as a JSON list or JSONL."""
     root = options.audio_root or source.parent
     pairs = []
     for number, sample in json_samples(source):
@@ -279,11 +284,11 @@ def read_chatml(source: Path, options: Options) -> Iterator[Clip]:
 
 
 def spoken_turns(sample: dict, where: str) -> list[dict]:
-    """Every (text, audio) of a chat in order: the text comes in the turn before its audio or beside it."""
+    """Every (text, audio) of a chat in order; the text is in the turn before its audio, or in the same turn."""
     turns, texts = [], []
     messages = sample.get("messages")
     if not isinstance(messages, list):
-        raise UsageError(f'{where} has no list "messages"')
+        raise UserError(f'{where} has no "messages" list')
     for number, message in enumerate(messages):
         if message.get("role") in ("system", "scene"):
             continue
@@ -297,18 +302,18 @@ def spoken_turns(sample: dict, where: str) -> list[dict]:
                 text = part.get("text") if isinstance(part, dict) else part
                 texts.append(as_text(text, "content", where))
     if not turns or messages[turns[-1]["message"]].get("role") != "assistant":
-        raise UsageError(f"{where} does not end with an assistant turn that has audio")
+        raise UserError(f"{where} must end with an assistant turn that has audio")
     return turns
 
 
 def trained_turn(sample: dict, turns: list[dict], where: str) -> int:
-    """Index of the first trained turn: the last one, unless `start_index` names an earlier message."""
+    """Index of the first turn to train on: the last turn, unless `start_index` names an earlier message."""
     start = sample.get("start_index")
     if start is None:
         return len(turns) - 1
     trained = [number for number, turn in enumerate(turns) if turn["message"] >= start]
     if not trained:
-        raise UsageError(f"{where}: start_index {start} leaves nothing to train on")
+        raise UserError(f"{where}: start_index {start} leaves no turn to train on")
     return trained[0]
 
 
@@ -318,14 +323,14 @@ def chat_scene(sample: dict) -> str | None:
         if message.get("role") == "scene" and isinstance(content, str):
             return content.strip()
         if message.get("role") == "system" and isinstance(content, str):
-            found = re.search(r"<\|scene_desc_start\|>(.*?)<\|scene_desc_end\|>", content, re.DOTALL)
-            if found:
-                return found[1].strip()
+            match = re.search(r"<\|scene_desc_start\|>(.*?)<\|scene_desc_end\|>", content, re.DOTALL)
+            if match:
+                return match[1].strip()
     return None
 
 
 def read_metadata_json(source: Path, options: Options) -> Iterator[Clip]:
-    """samples[] of audio_file, transcript_file, ref_audio_file, ref_transcript, scene, speaker_id."""
+    """samples[] with audio_file, transcript_file, ref_audio_file, ref_transcript, scene, speaker_id."""
     if source.is_dir():
         source = source / "metadata.json"
     root = options.audio_root or source.parent
@@ -350,18 +355,18 @@ def read_metadata_json(source: Path, options: Options) -> Iterator[Clip]:
 
 
 def with_references(pairs: list[tuple[Clip, Clip | None]]) -> Iterator[Clip]:
-    """Targets that name their reference's id, and every reference once; one that is a target too stays that."""
-    places = {(target.audio, target.start, target.end): target.id for target, _ in pairs}
+    """All targets with the ids of their references, then each reference that is not itself a target, once."""
+    ids = {(target.audio, target.start, target.end): target.id for target, _ in pairs}
     references = {}
     for target, reference in pairs:
         if reference is not None:
-            place = (reference.audio, reference.start, reference.end)
-            if places.get(place) == target.id:
-                raise UsageError(f"clip {target.id} is its own reference: {reference.audio}")
-            if place not in places:
-                places[place] = reference.id
-                references[place] = replace(reference, speaker=target.speaker, split=target.split)
-            target = replace(target, ref=places[place])
+            span = (reference.audio, reference.start, reference.end)
+            if ids.get(span) == target.id:
+                raise UserError(f"clip {target.id} is its own reference: {reference.audio}")
+            if span not in ids:
+                ids[span] = reference.id
+                references[span] = replace(reference, speaker=target.speaker, split=target.split)
+            target = replace(target, ref=ids[span])
         yield target
     yield from references.values()
 
@@ -391,8 +396,8 @@ READERS = {
 
 
 def find_texts(clips: Iterable[Clip], prompts: Path) -> list[Clip]:
-    """Fill in the text of clips whose manifest has none."""
-    found, owner = [], {}
+    """The clips, with texts from .txt files where the manifest has none."""
+    with_text, owner = [], {}
     for clip in clips:
         if clip.text is None and clip.row is None:
             stem = clip.audio.stem
@@ -403,29 +408,29 @@ def find_texts(clips: Iterable[Clip], prompts: Path) -> list[Clip]:
             )
             file = next((file for file in candidates if file.is_file()), None)
             if file:
-                # One prompt file for two recordings would give one of them a wrong text.
+                # If two recordings shared a prompt file, one of them would get the wrong text.
                 if owner.setdefault(file, clip.audio) != clip.audio:
-                    raise UsageError(f"two audio files would share {file}: {owner[file]} and {clip.audio}")
+                    raise UserError(f"{owner[file]} and {clip.audio} would share {file}: rename one of them")
                 clip = replace(clip, text=read_text(file))
-        found.append(clip)
-    return found
+        with_text.append(clip)
+    return with_text
 
 
 def apply_missing_text(clips: list[Clip], missing_text: str) -> list[Clip]:
     missing = [clip.id for clip in clips if not clip.text]
     if not missing:
         return clips
-    named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+    names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
     if missing_text == "error":
-        raise UsageError(
-            f"{len(missing)} of {len(clips)} clips have no text: {named} (give each a <stem>.txt, "
-            "or choose --missing-text skip or empty)"
+        raise UserError(
+            f"{len(missing)} of {len(clips)} clips have no text: {names} (give each a <stem>.txt, "
+            "or use --missing-text skip or empty)"
         )
-    print(f"{len(missing)} of {len(clips)} clips have no text (--missing-text {missing_text}): {named}")
+    print(f"{len(missing)} of {len(clips)} clips have no text (--missing-text {missing_text}): {names}")
     if missing_text == "skip":
         clips = [clip for clip in clips if clip.text]
         if not clips:
-            raise UsageError("no clip is left after --missing-text skip")
+            raise UserError("--missing-text skip leaves no clip: no clip has a text")
         return clips
     return [clip if clip.text else replace(clip, text="") for clip in clips]
 
@@ -435,22 +440,22 @@ def read_text(file: Path) -> str:
 
 
 def read_lines(file: Path) -> str:
-    """The whole content as it is, so that line numbers in messages are the file's."""
+    """The whole text, unstripped, so that line numbers in messages are those of the file."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{file} is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}): convert it"
+        raise UserError(
+            f"{file} is not UTF-8 (byte {error.object[error.start]:#04x} at offset {error.start}): convert it"
         ) from None
     except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
 
 
 # ---------------------------------------------------------------- content
 
 
 def content_stamp(clip: Clip) -> str:
-    """Changes whenever the content does, without reading it: a file's ctime cannot be set back."""
+    """A value that changes whenever the content does, without reading it: programs cannot set a file's ctime back."""
     if clip.row is not None:
         return open_hf(str(clip.audio))[clip.row[0]]._fingerprint
     try:
@@ -485,30 +490,30 @@ def read_content(clip: Clip) -> bytes:
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Files below a folder. Links to folders are not followed, so a link loop cannot catch us."""
+    """All files in a folder and its subfolders. Links to folders are not followed, as they may form a loop."""
     for parent, folders, files in os.walk(folder):
         folders.sort()
         for name in folders:
             if os.path.islink(os.path.join(parent, name)):
-                print(f"not followed: {os.path.join(parent, name)} is a link to a folder")
+                print(f"not followed: {os.path.join(parent, name)} (a link to a folder)")
         yield from (Path(parent, name) for name in sorted(files))
 
 
 def inside(root: Path, name: object, where: str, by_name: bool = False) -> Path:
-    """A path out of metadata, refused when it leaves the folder it belongs to.
+    """The full path for a path in metadata; refused if it leads out of `root`.
 
-    `by_name`: a path that does not exist here is looked for under its last part only.
+    `by_name`: if the path does not exist, only its file name is looked up in `root`.
     """
     if not isinstance(name, str) or not name or "\0" in name:
-        raise UsageError(f"{where} has no usable path: {name!r}")
+        raise UserError(f"{where} has no usable path: {name!r}")
     if by_name and not (root / name).exists():
         name = Path(name).name
     try:
         path = (root / name).resolve()
     except (OSError, RuntimeError):  # a link loop
-        raise UsageError(f"{where}: {name} cannot be resolved") from None
+        raise UserError(f"{where}: {name} cannot be resolved (a loop of links?)") from None
     if not path.is_relative_to(root.resolve()):
-        raise UsageError(f"{where}: {name} points outside {root}; move the file there or set --audio-root")
+        raise UserError(f"{where}: {name} points outside {root}; move the file there or set --audio-root")
     return path
 
 
@@ -517,21 +522,21 @@ def clip_id(root: Path, audio: Path) -> str:
 
 
 def audio_named(root: Path, name: str, where: str) -> Path:
-    """LJSpeech keeps <id>.wav in wavs/; others beside the list, or write the suffix into the id."""
+    """The file for an id: LJSpeech has wavs/<id>.wav; others put it next to the list, or the suffix into the id."""
     for folder in ("wavs", "."):
         for suffix in ("", *AUDIO_SUFFIXES):
             path = inside(root, f"{folder}/{name}{suffix}", where)
             if path.is_file():
                 return path
-    return inside(root, f"wavs/{name}.wav", where)  # will be rejected as missing, by this name
+    return inside(root, f"wavs/{name}.wav", where)  # missing: the clip will be rejected under this name
 
 
 def manifest_clip(item: dict, root: Path, where: str) -> Clip:
     if not isinstance(item.get("id"), str) or not item["id"]:
-        raise UsageError(f'{where} has no "id"')
+        raise UserError(f'{where} has no "id"')
     content = item.get("codes") or item.get("audio")
     if not content:
-        raise UsageError(f'{where} has neither "audio" nor "codes"')
+        raise UserError(f'{where} has neither "audio" nor "codes"')
     text = item.get("text")
     if text is None and item.get("text_file"):
         text = read_text(inside(root, item["text_file"], where))
@@ -547,15 +552,15 @@ def manifest_clip(item: dict, root: Path, where: str) -> Clip:
 
 
 def manifest_reference(item: dict, root: Path, where: str) -> Clip | None:
-    parts = {name.removeprefix("ref_"): value for name, value in item.items() if name.startswith("ref_")}
-    return reference_clip(root, parts, where) if parts.get("audio") else None
+    fields = {name.removeprefix("ref_"): value for name, value in item.items() if name.startswith("ref_")}
+    return reference_clip(root, fields, where) if fields.get("audio") else None
 
 
 def refuse_duplicates(clips: list[Clip]) -> None:
     seen: dict[str, Clip] = {}
     for clip in clips:
         if clip.id in seen:
-            raise UsageError(f"two clips have the id {clip.id}: {seen[clip.id].place} and {clip.place}")
+            raise UserError(f"two clips have the id {clip.id}: {seen[clip.id].recording} and {clip.recording}")
         seen[clip.id] = clip
 
 
@@ -566,31 +571,32 @@ def jsonl_objects(source: Path) -> Iterator[tuple[int, dict]]:
         try:
             item = json.loads(line)
         except ValueError as error:
-            raise UsageError(f"{source}:{number} is not JSON: {error}") from None
+            raise UserError(f"{source}:{number} is not JSON: {error}") from None
         if not isinstance(item, dict):
-            raise UsageError(f"{source}:{number} is not a JSON object")
+            raise UserError(f"{source}:{number} is not a JSON object")
         yield number, item
 
 
 def json_samples(source: Path) -> Iterator[tuple[int, dict]]:
-    """Objects of a JSONL file, of a JSON list, or of a JSON object with the list "samples"."""
+    """Objects of a JSONL file, a JSON list, or the list "samples" in a JSON object."""
     if source.suffix == ".jsonl":
         yield from jsonl_objects(source)
         return
     content = json_file(source, (dict, list))
     samples = content if isinstance(content, list) else content.get("samples")
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
-        raise UsageError(f'{source} is neither a list of objects nor has one called "samples"')
+        raise UserError(f'{source} must be a list of objects, or an object with such a list called "samples"')
     yield from enumerate(samples)
 
 
-def json_file(file: Path, kind) -> object:
+def json_file(file: Path, kind: type | tuple[type, ...]) -> object:
     try:
         content = json.loads(read_text(file))
     except ValueError as error:
-        raise UsageError(f"{file} is not JSON: {error}") from None
+        raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, kind):
-        raise UsageError(f"{file} does not hold what was expected: it is a {type(content).__name__}")
+        expected = "an object" if kind is dict else "an object or a list"
+        raise UserError(f"{file} must hold {expected}, not a {type(content).__name__}")
     return content
 
 
@@ -599,14 +605,14 @@ def csv_rows(content: str, source: Path) -> Iterator[tuple[int, dict]]:
     reader = csv.DictReader(io.StringIO(content, newline=""), delimiter=delimiter)
     for row in reader:
         if None in row or None in row.values():
-            raise UsageError(f"{source}:{reader.line_num} has another number of fields than the header")
+            raise UserError(f"{source}:{reader.line_num} does not have the same number of fields as the header")
         yield reader.line_num, row
 
 
 def musiccaps_rows(source: Path) -> Iterator[dict]:
     for number, row in csv_rows(read_lines(source), source):
         if not row.get("ytid") or "caption" not in row:
-            raise UsageError(f"{source}:{number} has no ytid or no caption: is it the MusicCaps CSV?")
+            raise UserError(f"{source}:{number} has no ytid or no caption: is this the MusicCaps CSV?")
         yield row | {"caption": " ".join(row["caption"].split())}  # five captions hold line breaks
 
 
@@ -619,7 +625,7 @@ def as_text(value: object, field: str, where: str) -> str | None:
         return None
     if isinstance(value, (str, int)) and not isinstance(value, bool):  # speaker numbers are common
         return str(value).strip()
-    raise UsageError(f'{where}: "{field}" must be text, not {value!r}')
+    raise UserError(f'{where}: "{field}" must be text, not {value!r}')
 
 
 def as_seconds(value: object, field: str, where: str) -> float | None:
@@ -630,5 +636,5 @@ def as_seconds(value: object, field: str, where: str) -> float | None:
     except (TypeError, ValueError):
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise UsageError(f'{where}: "{field}" must be seconds from 0, not {value!r}')
+        raise UserError(f'{where}: "{field}" must be a number of seconds, 0 or more, not {value!r}')
     return seconds

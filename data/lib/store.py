@@ -1,7 +1,7 @@
-"""The datasets on disk: Arrow files that `datasets.load_from_disk` reads, plus dataset.json.
+"""Datasets on disk: Arrow files that `datasets.load_from_disk` reads, plus dataset.json.
 
-A dataset is complete or absent: it is written in a work folder beside its final place, made durable, and
-renamed. dataset.json holds a SHA-256 for every Arrow file: a flipped bit or a cut tail loads silently.
+A dataset is complete or absent: it is written to a work folder next to its final place, synced to disk and renamed.
+dataset.json has a SHA-256 per Arrow file, because Arrow loads a file with a flipped bit or a missing end silently.
 """
 
 import errno
@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lib.errors import UsageError
+from lib.errors import UserError
 
 ROWS_PER_BATCH = 512
 BYTES_PER_FILE = 500_000_000
-LISTS = "int16 list"  # column type of codes and samples; every other type is the name of an Arrow type
+LISTS = "int16 list"  # column type of codes and samples; the other types have their Arrow names
 ARROW_TYPES = {LISTS: pa.list_(pa.int16()), "string": pa.string(), "int32": pa.int32(), "float32": pa.float32()}
 
 
@@ -33,7 +33,7 @@ def arrow_batch(rows: list[dict], columns: dict[str, str]) -> pa.RecordBatch:
     arrays = []
     for name, kind in columns.items():
         values = [row[name] for row in rows]
-        if kind == LISTS:  # from NumPy without a Python object per number
+        if kind == LISTS:  # built with NumPy, without a Python object per number
             offsets = np.zeros(len(values) + 1, dtype=np.int32)
             np.cumsum([len(value) for value in values], out=offsets[1:])
             flat = np.concatenate([np.asarray(value, dtype=np.int16) for value in values])
@@ -44,7 +44,7 @@ def arrow_batch(rows: list[dict], columns: dict[str, str]) -> pa.RecordBatch:
 
 
 def write_arrow(file: Path, rows: list[dict], columns: dict[str, str]) -> None:
-    """One Arrow file, durable before it has its name."""
+    """Write one Arrow file; it gets its name only after it is synced to disk."""
     temporary = file.with_name(file.name + ".tmp")
     batch = arrow_batch(rows, columns)
     with open(temporary, "wb") as stream:
@@ -57,12 +57,12 @@ def write_arrow(file: Path, rows: list[dict], columns: dict[str, str]) -> None:
 
 
 def read_arrow(file: Path) -> list[pa.RecordBatch]:
-    """Memory-mapped record batches."""
+    """The record batches of a file, memory-mapped."""
     return pa.ipc.open_stream(pa.memory_map(str(file))).read_all().to_batches()
 
 
 def list_value(column: pa.ListArray, row: int) -> np.ndarray:
-    """One row of a list column, without a copy."""
+    """One row of a list column, without copying it."""
     start, end = column.offsets[row].as_py(), column.offsets[row + 1].as_py()
     return column.values.slice(start, end - start).to_numpy()
 
@@ -71,9 +71,9 @@ def list_value(column: pa.ListArray, row: int) -> np.ndarray:
 
 
 def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str], sums: tuple[str, ...]) -> list[dict]:
-    """Write the Arrow files and what `load_from_disk` needs; return the file list of dataset.json.
+    """Write the Arrow files and what `load_from_disk` needs; returns the file list for dataset.json.
 
-    `sums` names the columns whose total per file is recorded (frames, samples).
+    `sums`: columns whose total is recorded per file (frames, samples).
     """
     from datasets import DatasetInfo, Features, List, Value
 
@@ -115,7 +115,7 @@ def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str], s
 
 
 def read_rows(folder: Path, info: dict) -> Iterator[dict]:
-    """Every row of a dataset in order; list columns come as NumPy views."""
+    """All rows of a dataset in order; list columns are NumPy views."""
     for entry in info["files"]:
         for batch in read_arrow(folder / entry["name"]):
             columns = {}
@@ -128,7 +128,7 @@ def read_rows(folder: Path, info: dict) -> Iterator[dict]:
 
 
 def arrow_columns(folder: Path, info: dict) -> dict[str, str]:
-    """The columns of a dataset in the terms of write_dataset."""
+    """Column names and types of a dataset, as write_dataset() takes them."""
     schema = read_arrow(folder / info["files"][0]["name"])[0].schema
     names = {kind: name for name, kind in ARROW_TYPES.items()}
     return {field.name: LISTS if pa.types.is_list(field.type) else names[field.type] for field in schema}
@@ -146,7 +146,7 @@ def batched(rows: Iterable[dict], size: int) -> Iterator[list[dict]]:
 
 
 def write_json(file: Path, content: object) -> None:
-    """Whole or not at all: facts of samples are rewritten while a report may read them."""
+    """Write through a temporary file: a report may read the .json of a sample while it is rewritten."""
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.rename(file)
@@ -159,7 +159,7 @@ def write_jsonl(file: Path, objects: Iterable[object]) -> None:
 
 
 def read_jsonl(file: Path) -> Iterator[dict]:
-    """Objects of a file of ours; a last line cut by a kill is left out."""
+    """Objects of a JSONL file, none if it is missing; a last line cut off by a kill is ignored."""
     if file.exists():
         with open(file, encoding="utf-8") as stream:
             for line in stream:
@@ -168,15 +168,15 @@ def read_jsonl(file: Path) -> Iterator[dict]:
 
 
 def open_dataset(folder: Path) -> dict:
-    """dataset.json of a finished dataset, which must be there."""
+    """dataset.json of a dataset that must exist."""
     info = read_dataset_json(folder) if folder.is_dir() else None
     if info is None:
-        raise UsageError(f"{folder} is no dataset (it has no dataset.json): make one with data/encode.py")
+        raise UserError(f"{folder} is not a dataset (no dataset.json): make one with data/encode.py or data/pairs.py")
     return info
 
 
 def read_dataset_json(folder: Path) -> dict | None:
-    """dataset.json of a finished dataset, None where there is none; refuses a folder of something else."""
+    """dataset.json of the dataset at --out, or None if there is none; refuses a folder that holds anything else."""
     if not folder.exists():
         return None
     try:
@@ -184,14 +184,14 @@ def read_dataset_json(folder: Path) -> dict | None:
     except (OSError, ValueError):
         if folder.is_dir() and not any(folder.iterdir()):
             return None
-        raise UsageError(f"--out {folder} exists and is no dataset of ours: give another path or remove it") from None
+        raise UserError(f"--out {folder} exists and is not a dataset: choose another path or remove it") from None
 
 
 def versions(*packages: str) -> dict[str, str]:
     return {package: version(package) for package in packages}
 
 
-# ---------------------------------------------------------------- durable, complete or absent
+# ---------------------------------------------------------------- complete or absent
 
 
 def publish(folder: Path, out: Path) -> None:
@@ -215,7 +215,7 @@ def previous(out: Path) -> Path:
 
 
 def restore_interrupted_publish(out: Path) -> None:
-    """Killed between the two renames of publish(): the older dataset comes back, for its codes save work."""
+    """Undo a publish() that was killed between its two renames: the old dataset returns, and its codes are reused."""
     old = previous(out)
     if old.exists():
         if out.exists():
@@ -239,9 +239,9 @@ def hash_file(file: Path) -> str:
 
 @contextmanager
 def locked(file: Path, waiting: str | None = None, shared: bool = False) -> Iterator[None]:
-    """Hold a lock file; a second process waits if `waiting` says what for, and is refused otherwise.
+    """Hold a lock file. A second process is refused, or prints the message `waiting` and waits if there is one.
 
-    `shared`: several may hold it together, but none beside an exclusive one.
+    `shared`: several processes may hold the lock together, but not while one holds it exclusively.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w") as stream:
@@ -249,13 +249,13 @@ def locked(file: Path, waiting: str | None = None, shared: bool = False) -> Iter
             fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             if waiting is None:
-                raise UsageError(f"another process is writing here (it holds {file}): wait for it or stop it") from None
+                raise UserError(f"another process is writing here (it holds {file}): wait for it or stop it") from None
             print(waiting, flush=True)
             fcntl.flock(stream, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            if waiting is None and not shared:  # nobody waits on this file: a refused command leaves nothing
+            if waiting is None and not shared:  # no process waits on this file: remove it, to leave nothing behind
                 file.unlink(missing_ok=True)
                 with suppress(OSError):
                     file.parent.rmdir()
@@ -263,18 +263,18 @@ def locked(file: Path, waiting: str | None = None, shared: bool = False) -> Iter
 
 @contextmanager
 def clear_disk_errors(out: Path) -> Iterator[None]:
-    """Full disks and missing rights are the user's to mend, so they get a sentence too."""
+    """Turn a full disk or missing permissions into a UserError."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(nearest_folder(out)).free
-            raise UsageError(
-                f"the disk of --out {out} is full ({free / 1e6:.1f} MB free): make room and run the same "
+            raise UserError(
+                f"the disk with --out {out} is full ({free / 1e6:.1f} MB free): make room and run the same "
                 "command again; finished clips are kept"
             ) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise UsageError(f"cannot write --out {out}: {error.strerror} ({error.filename})") from None
+            raise UserError(f"cannot write to --out {out}: {error.strerror} ({error.filename})") from None
         raise
 
 

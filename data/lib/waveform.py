@@ -1,4 +1,4 @@
-"""Reading what a clip holds, samples or codes: decoded, checked, mixed, resampled once, here and never later."""
+"""Read the content of a clip, samples or codes: decode, check, mix to mono and resample, here and nowhere else."""
 
 import io
 import struct
@@ -9,11 +9,11 @@ SILENCE_RMS = 1e-3  # -60 dBFS
 
 
 class Reject(Exception):
-    """This clip cannot be used; the message is the reason in rejects.jsonl."""
+    """This clip cannot be used; the message becomes its reason in rejects.jsonl."""
 
 
 def read_samples(data: bytes, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
-    """(channels, n) float32 and the sample rate."""
+    """(channels, n) float32 samples from `start` to `end` seconds, and the sample rate."""
     import soundfile
 
     if not data:
@@ -36,16 +36,16 @@ def read_samples(data: bytes, start: float | None, end: float | None) -> tuple[n
 
 
 def refuse_truncated_wav(data: bytes) -> None:
-    """libsndfile reads a cut wav as if it were whole; the header says how long it should be."""
+    """libsndfile reads a truncated wav as if it were complete, so compare its length with its header."""
     if data[:4] == b"RIFF" and len(data) >= 8:
         size = struct.unpack("<I", data[4:8])[0]
-        # 0 and 0xFFFFFFFF are what streaming writers leave when they do not know the size.
+        # Streaming writers leave 0 or 0xFFFFFFFF, because they do not know the size.
         if 0 < size < 0xFFFFFFF0 and len(data) < size + 8:
             raise Reject(f"truncated wav: {len(data)} of {size + 8} bytes")
 
 
 def prepare(wave: np.ndarray, rate: int, target_rate: int, stereo: bool, min_seconds: float, max_seconds: float):
-    """(1, n) or, for a stereo job, (2, n) float32 tensor at the codec's rate."""
+    """(1, n) float32 tensor at the target rate, mixed to mono; with `stereo`, as many channels as the source."""
     import torch
     import torchaudio.functional
 
@@ -66,9 +66,9 @@ def prepare(wave: np.ndarray, rate: int, target_rate: int, stereo: bool, min_sec
 
 
 def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool, name: str = "") -> np.ndarray:
-    """(T, C) int16 out of an .npy file of [C, T] or a .pt file of (T, C), as earlier trainers wrote them.
+    """(T, C) int16 codes from an .npy file of (C, T) or a .pt file of (T, C), as earlier trainers wrote them.
 
-    Never by unpickling, never clamped: a code out of range is damage that clamping would hide.
+    Nothing is unpickled. Nothing is clamped: a code out of range means damage, which clamping would hide.
     """
     codes = load_array(data)
     if codes.dtype.kind not in "iu":
@@ -80,9 +80,9 @@ def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool, na
         if codes.shape[0] in counts:
             codes = codes.T
         elif codes.shape[1] in counts:
-            print(f"warning: {name} holds {codes.shape}, taken for (frames, codebooks)", flush=True)
+            print(f"warning: {name} has shape {codes.shape}, read as (frames, codebooks)", flush=True)
     if codes.ndim != 2 or codes.shape[1] not in counts:
-        raise Reject(f"codes of shape {codes.shape} do not fit {codebooks} codebooks")
+        raise Reject(f"codes of shape {codes.shape} do not match {codebooks} codebooks")
     if not stereo and codes.shape[1] != codebooks:
         raise Reject(f"{codes.shape[1]} channels are stereo codes: add --stereo")
     if stereo and codes.shape[1] == codebooks:
@@ -108,7 +108,7 @@ def load_array(data: bytes) -> np.ndarray:
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise Reject(f"not a plain tensor file ({type(error).__name__}); nothing in it was run") from None
+        raise Reject(f"not a plain tensor file ({type(error).__name__}); nothing in it was executed") from None
     if not isinstance(content, torch.Tensor):
         raise Reject(f"holds a {type(content).__name__}, not a tensor")
     return content.numpy()

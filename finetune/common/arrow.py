@@ -1,4 +1,4 @@
-"""Datasets on disk as data/ writes them: memory-mapped Arrow files and dataset.json with a checksum for each.
+"""Datasets as data/ writes them: memory-mapped Arrow files, and dataset.json with a checksum for each.
 
 Flat int16 columns (codes, samples) are read zero-copy.
 """
@@ -13,7 +13,7 @@ from common.config import UserError
 
 
 class ArrowDataset:
-    """A dataset's rows. Subclasses name what it is, who makes it, and what dataset.json and the table must hold."""
+    """The rows of a dataset. Subclasses say what kind it is, what makes it, and what it must hold."""
 
     kind: str
     maker: str
@@ -30,8 +30,8 @@ class ArrowDataset:
 
         try:
             loaded = load_from_disk(str(self.folder))
-        except Exception as error:  # whatever it trips over: state.json, dataset_info.json or an Arrow file
-            raise UserError(f"{folder} cannot be read ({type(error).__name__}); encode or copy it again.") from None
+        except Exception as error:  # state.json, dataset_info.json or an Arrow file may be broken in any way
+            raise UserError(f"{folder} cannot be read ({type(error).__name__}): encode or copy it again.") from None
         listed = {(self.folder / file["name"]).resolve() for file in self.info["files"]}
         for file in loaded.cache_files:
             if Path(file["filename"]).resolve() not in listed:
@@ -52,11 +52,11 @@ class ArrowDataset:
         return self.value("id", i)
 
     def fingerprint(self) -> str:
-        """Changes when anything in the dataset changes: the checksums of the Arrow files."""
+        """A hash over the checksums of the Arrow files: it changes when anything in the dataset changes."""
         return hashlib.sha256(json.dumps(self.info["files"], sort_keys=True).encode()).hexdigest()[:16]
 
     def verify_files(self) -> None:
-        """Reads everything once: checksums and duplicate ids."""
+        """Checks all checksums and looks for duplicate ids."""
         for file in self.info["files"]:
             with open(self.folder / file["name"], "rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:
@@ -93,7 +93,7 @@ class ArrowDataset:
 
 
 def flat_views(column, lengths: np.ndarray, dataset: ArrowDataset, what: str):
-    """Per Arrow chunk its flat values; per clip its chunk and where it starts in there. `what`: a clip's content."""
+    """The flat values of each Arrow chunk; for each clip its chunk and its start there. `what`: what a clip holds."""
     if not len(column):
         raise UserError(f"{dataset.folder} holds no clip.")
     values, chunk_of, starts = [], [], []

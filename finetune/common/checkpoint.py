@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent: temporary name, fsync, checksums, rename, then an entry in index.json.
 
 index.json is the only source of truth for resume and retention: a folder that it does not list is never loaded and
-never deleted. What is loaded has its checksums right; `auto` goes back to the newest one of which that is true.
+never deleted. Checksums are verified before loading; `auto` falls back to the newest checkpoint with valid checksums.
 """
 
 import contextlib
@@ -20,23 +20,33 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from common import reshard as elastic
+from common import reshard
 from common.config import UserError
-from common.runtime import Ranks, all_sum, free_memory, from_first, gather_names, on_first, redact, request_stop, say
+from common.runtime import (
+    Process,
+    all_sum,
+    barrier,
+    free_memory,
+    from_main,
+    gather_lists,
+    on_main,
+    redact,
+    request_stop,
+    say,
+)
 
 TAG = "state"
 NAME = re.compile(r"step-\d{8,}")
-SEEN_SECONDS = 120.0  # until what one node wrote must be seen by another; NFS takes up to a minute
-SHAPE = {"ranks", "zero_stage", "accumulation"}  # what may change between a run and its continuation, within limits
+VISIBLE_SECONDS = 120.0  # within which one node must see what another wrote; NFS takes up to a minute
+SHAPE = {"ranks", "zero_stage", "accumulation"}  # may change on resume, within limits
 
 
 def allow_list() -> None:
-    """The only classes, beside tensors and plain containers, that DeepSpeed's own shards hold."""
+    """Allows the only classes besides tensors and plain containers that DeepSpeed's shards hold."""
     if sys.modules.get("deepspeed") is None:
-        return  # a run without it has no shards
+        return  # without DeepSpeed there are no shards
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -45,7 +55,7 @@ def allow_list() -> None:
 
 
 def write_json(path: Path, value) -> None:
-    """Replaces a JSON file in one durable move."""
+    """Writes a JSON file durably: the old or the new content is there, never half of it."""
     draft = path.with_name(f".{path.name}.tmp")
     with open(draft, "w", encoding="utf-8") as stream:
         stream.write(redact(json.dumps(value, indent=2)) + "\n")
@@ -66,13 +76,13 @@ def _sync(path: Path) -> None:
 def read_index(folder: Path) -> list[dict]:
     """The complete checkpoints, oldest first."""
     path = folder / "index.json"
-    if not path.is_file():  # lost, or the first one was killed between its rename and this file
+    if not path.is_file():  # lost, or the run was killed between the first rename and writing this file
         names = sorted(p.parent.name for p in folder.glob("step-*/manifest.json") if NAME.fullmatch(p.parent.name))
         return [{"name": name, "step": int(name.removeprefix("step-")), "score": None} for name in names]
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["checkpoints"]
         for entry in entries:
-            # Only our own names: retention deletes what is listed, which must not lead out of this folder.
+            # Only our own names: retention deletes what is listed, and must not leave this folder.
             if not NAME.fullmatch(entry["name"]) or not {"step", "score"} <= set(entry):
                 raise ValueError(entry)
         return entries
@@ -84,35 +94,35 @@ def save(
     folder: Path,
     engine,
     state: dict,
-    average,
-    ranks: Ranks,
+    ema,
+    process: Process,
     keep: int,
     score: float | None,
-    mine: dict | None = None,
+    rank_state: dict | None = None,
     background: bool = False,
 ) -> "Pending":
-    """Writes step `state["step"]`; `score` (smaller is better) protects the best one from retention.
+    """Writes the checkpoint of step `state["step"]`; the one with the lowest `score` is protected from retention.
 
-    `engine`: one, or a dict of several by name. `mine`: tensors that only this rank holds. `background`: copies
-    everything in memory and returns; nothing is saved before the result's `wait`, which every rank must call.
+    `engine`: one, or a dict of several by name. `rank_state`: tensors that only this rank holds. `background`: copies
+    everything in memory and returns; call `wait` on the result, on every rank, before relying on it.
     """
     final = folder / f"step-{state['step']:08d}"
     draft = folder / f".{final.name}.tmp"
-    on_first(lambda: _start_draft(draft), ranks)
+    on_main(lambda: _start_draft(draft), process)
     files = _collect(engine, draft)
-    if mine is not None:
-        files[f"rank-{ranks.rank:05d}.pt"] = mine
-    if average.decay:
-        files[f"average-{ranks.rank:05d}.pt"] = average.shadow
+    if rank_state is not None:
+        files[f"rank-{process.rank:05d}.pt"] = rank_state
+    if ema.decay:
+        files[f"ema-{process.rank:05d}.pt"] = ema.shadow
     size = sum(value.nbytes for value in tree_leaves(files) if isinstance(value, torch.Tensor))
-    # The copies of all ranks of this machine must fit beside the training.
+    # The copies of all ranks on this machine must fit into memory besides the training.
     cramped = free_memory() < 1.2 * size * int(os.environ.get("LOCAL_SIZE", 1))
-    total, cramped = all_sum([size, float(cramped)], ranks)
-    on_first(lambda: _check_space(final, draft, total), ranks)
+    total, cramped = all_sum([size, float(cramped)], process)
+    on_main(lambda: _check_space(final, draft, total), process)
     background = background and not cramped
-    # Beside the training everything is copied first; otherwise a file at a time.
+    # In the background everything is copied first; otherwise one file at a time.
     copied, files = (lambda tree: tree, _host_copy(files)) if background else (_host_copy, files)
-    pending = Pending(final, draft, ranks)
+    pending = Pending(final, draft, process)
     publish = functools.partial(_publish, pending, copy.deepcopy(state), keep, score)
     pending.thread = threading.Thread(target=_write, args=(pending, files, copied, publish), name="checkpoint")
     pending.thread.start()
@@ -122,56 +132,60 @@ def save(
 
 
 class Pending:
-    """A checkpoint on its way to the disk, by a thread of each rank. The threads use no collective, which would mix
-    with the training's: they leave their word in the draft, and the first rank's thread publishes it."""
+    """A checkpoint that one thread per rank is writing. The threads use no collectives, which would interleave with the
+    training's: each leaves a done-RANK.json in the draft, and the main rank's thread publishes the checkpoint."""
 
-    def __init__(self, path: Path, draft: Path, ranks: Ranks):
-        self.path, self.draft, self.ranks = path, draft, ranks
+    def __init__(self, path: Path, draft: Path, process: Process):
+        self.path, self.draft, self.process = path, draft, process
         self.written, self.abandoned = threading.Event(), threading.Event()
-        self.written_by_all = math.inf  # since when that is known
+        self.written_by_all = math.inf  # time at which that became known
         self.error = ""
 
     def wait(self) -> None:
-        """Returns when the checkpoint is listed; a user's error on all ranks when some rank could not write it."""
+        """Returns when the checkpoint is in the index; raises on all ranks if some rank could not write it."""
         self.written.wait()
-        errors = gather_names([self.error] if self.error else [], self.ranks)
+        errors = gather_lists([self.error] if self.error else [], self.process)
         if errors:
             self.abandoned.set()
         self.written_by_all = time.monotonic()
         self.thread.join()
-        errors = errors or from_first([self.error] if self.error else [], self.ranks)
+        errors = errors or from_main([self.error] if self.error else [], self.process)
         if errors:
-            if self.ranks.first:
+            if self.process.is_main:
                 shutil.rmtree(self.draft, ignore_errors=True)
             raise UserError(f"checkpoint {self.path} could not be written ({errors[0]}); the older ones are intact.")
 
 
 def _start_draft(draft: Path) -> None:
-    """An empty draft; others are what a kill left behind, since only one checkpoint is written at a time."""
+    """Makes an empty draft. Other drafts were left by a kill, since only one checkpoint is written at a time."""
     try:
         draft.parent.mkdir(parents=True, exist_ok=True)
         for old in draft.parent.glob(".step-*.tmp"):
             shutil.rmtree(old)
         draft.mkdir()
     except OSError as error:
-        raise UserError(f"--out: no checkpoint can be written to {draft.parent} ({error.strerror}).") from None
+        raise UserError(f"--out: checkpoints cannot be written to {draft.parent} ({error.strerror}).") from None
 
 
 def _check_space(final: Path, draft: Path, size: float) -> None:
     free = shutil.disk_usage(draft).free
-    need = 1.1 * size + 2**20  # names, shapes and the state beside the tensors
+    need = 1.1 * size + 2**20  # names, shapes and the state besides the tensors
     if free < need:
         shutil.rmtree(draft)
         raise UserError(
-            f"checkpoint {final} needs {need / 2**20:,.1f} MB and {free / 2**20:,.1f} MB are free: make room, or lower"
-            " --keep; the older ones are intact."
+            f"checkpoint {final} needs {need / 2**20:,.1f} MB and {free / 2**20:,.1f} MB are free: delete something or"
+            " lower --keep; the older ones are intact."
         )
 
 
 def _collect(engine, draft: Path) -> dict:
-    """What this rank's engines would write, by file name in the draft."""
+    """What this rank's engines would write, by file name in the draft.
+
+    DeepSpeed writes through engine.checkpoint_engine, and has no argument for another one: it is replaced while we
+    collect, so that files can be copied, written in the background and flushed our way.
+    """
     base, files = object, {}
-    if sys.modules.get("deepspeed"):  # or a run without it
+    if sys.modules.get("deepspeed"):
         from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as base
 
     class Collector(base):
@@ -190,10 +204,10 @@ def _collect(engine, draft: Path) -> dict:
 
 
 def _host_copy(tree):
-    """The same with every tensor copied; only what a tensor shows of its storage, which may be a whole flat buffer."""
+    """Copies every tensor to the CPU: only its own values, not its whole storage, which may be a flat buffer."""
 
     def is_shape(value) -> bool:
-        return isinstance(value, torch.Size)  # would become a plain tuple, which DeepSpeed's converters do not take
+        return isinstance(value, torch.Size)  # would become a plain tuple, which DeepSpeed's converters reject
 
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree, is_leaf=is_shape)
 
@@ -207,14 +221,14 @@ def _write(pending: Pending, files: dict, copied, publish) -> None:
                 stream.flush()
                 os.fsync(stream.fileno())
             digests[name] = _sha256(pending.draft / name)
-        write_json(pending.draft / f"done-{pending.ranks.rank:05d}.json", digests)
+        write_json(pending.draft / f"done-{pending.process.rank:05d}.json", digests)
         pending.written.set()
-        if pending.ranks.first:
+        if pending.process.is_main:
             publish()
-    except Exception as error:  # whatever it is, it must not die with this thread
+    except Exception as error:  # must not get lost with this thread
         pending.error = str(error) or repr(error)
-        request_stop()  # all ranks stop at the same step, and learn why when they wait
-        with contextlib.suppress(OSError):  # not even the folder may be left
+        request_stop()  # all ranks stop at the same step and raise in wait()
+        with contextlib.suppress(OSError):  # the folder itself may be gone
             free = shutil.disk_usage(pending.draft.parent).free
             pending.error += f"; {free / 2**20:,.1f} MB are free"
     finally:
@@ -222,22 +236,22 @@ def _write(pending: Pending, files: dict, copied, publish) -> None:
 
 
 def _publish(pending: Pending, state: dict, keep: int, score: float | None) -> None:
-    """When all ranks have written: checksums, rename, index."""
+    """Waits for all ranks, then writes checksums, renames and updates the index."""
     draft, final = pending.draft, pending.path
-    words = [draft / f"done-{rank:05d}.json" for rank in range(pending.ranks.world)]
-    while not all(word.exists() for word in words):
+    done_files = [draft / f"done-{rank:05d}.json" for rank in range(pending.process.world)]
+    while not all(file.exists() for file in done_files):
         if pending.abandoned.wait(0.02):
             return
-        if time.monotonic() > pending.written_by_all + SEEN_SECONDS:
-            raise OSError("the first rank does not see what the others wrote: all nodes must share --out")
+        if time.monotonic() > pending.written_by_all + VISIBLE_SECONDS:
+            raise OSError("rank 0 does not see what the other ranks wrote: all nodes must share --out")
     write_json(draft / "trainer_state.json", state)
     manifest = {}
-    for word in words:
-        manifest |= json.loads(word.read_text(encoding="utf-8"))
-        word.unlink()
+    for file in done_files:
+        manifest |= json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
     for path in sorted(draft.rglob("*")):
         name = str(path.relative_to(draft))
-        if name not in manifest:  # folders, and what no rank has written, flushed and summed itself
+        if name not in manifest:  # folders, and files that no rank has flushed and summed
             if path.is_file():
                 manifest[name] = _sha256(path)
             _sync(path)
@@ -257,7 +271,7 @@ def _by_tag(engine) -> dict:
 
 
 def _retain(folder: Path, entries: list[dict], keep: int) -> None:
-    """Keeps the newest `keep` and the best; the index forgets a folder before it is deleted."""
+    """Keeps the newest `keep` and the best. The index drops a checkpoint before its folder is deleted."""
     scored = [entry for entry in entries if entry["score"] is not None and math.isfinite(entry["score"])]
     kept = {entry["name"] for entry in entries[-keep:]}
     if scored:
@@ -269,9 +283,9 @@ def _retain(folder: Path, entries: list[dict], keep: int) -> None:
             say(f"removed checkpoint {folder / entry['name']}")
 
 
-def choose(resume: str, folder: Path, ranks: Ranks, force: bool = False) -> Path | None:
-    """The checkpoint to go on from, whole and the same on every rank; None to start afresh."""
-    return on_first(lambda: _choose(resume, folder, force), ranks)
+def choose(resume: str, folder: Path, process: Process, force: bool = False) -> Path | None:
+    """The checkpoint to resume from, complete and the same on every rank; None for a fresh start."""
+    return on_main(lambda: _choose(resume, folder, force), process)
 
 
 def _choose(resume: str, folder: Path, force: bool) -> Path | None:
@@ -284,55 +298,64 @@ def _choose(resume: str, folder: Path, force: bool) -> Path | None:
         return path
     entries = read_index(folder)
     if resume == "never" and entries:
-        raise UserError(f"{folder} already holds checkpoints: choose another --out, or --resume auto to go on.")
+        raise UserError(f"{folder} already holds checkpoints: choose another --out, or --resume auto to continue.")
     for age, entry in enumerate(reversed(entries)):
         path = folder / entry["name"]
         damage = _refuse_foreign(path, force) or _damage(path)
         if not damage:
-            if age:  # the damaged ones must not count as newest when old ones are removed
+            if age:  # damaged ones must not count as newest in retention
                 write_json(folder / "index.json", {"checkpoints": entries[:-age]})
             return path
-        say(f"warning: checkpoint {path} is damaged ({damage}): going back to the one before it")
+        say(f"warning: checkpoint {path} is damaged ({damage}): falling back to the one before it")
     if entries:
         raise UserError(f"every checkpoint in {folder} is damaged; to start over, choose another --out.")
     return None
 
 
 def _refuse_foreign(path: Path, force: bool) -> None:
-    """What another user could have written is not loaded unasked."""
+    """Refuses files that another user could have written."""
     for file in [path, *path.rglob("*")] if path.exists() and not force else []:
         facts = file.lstat()
         strange = f"belongs to user {facts.st_uid}" if facts.st_uid != os.getuid() else ""
         if strange or stat.S_ISLNK(facts.st_mode):
             raise UserError(
-                f"checkpoint {path}: {file} {strange or 'is a symbolic link'}; --force-resume loads it all the same."
+                f"checkpoint {path}: {file} {strange or 'is a symbolic link'}; --force-resume loads it anyway."
             )
 
 
-def load(path: Path, engine, average, ranks: Ranks, identity: dict, force: bool = False) -> dict:
-    """Restores the engine from what `choose` found and returns the trainer state. Refuses another run, with what
-    differs; `force` goes on with the differences."""
+def read_state(path: Path, identity: dict, force: bool = False) -> dict:
+    """The trainer state of a checkpoint. Raises if it belongs to another run, naming what differs, unless `force`."""
     state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-    then = state["identity"]
-    changed = {
-        key: f"{key}: {then.get(key)!r} then, {now!r} now" for key, now in identity.items() if then.get(key) != now
-    }
-    if foreign := set(changed) - SHAPE:
-        words = "; ".join(changed.values())
+    differences = _differences(state["identity"], identity)
+    if set(differences) - SHAPE:
+        listed = "; ".join(differences.values())
         if not force:
             raise UserError(
-                f"checkpoint {path} is of another run ({words}): use another --out, or --force-resume to go on."
+                f"checkpoint {path} belongs to another run ({listed}): use another --out, or --force-resume."
             )
-        say(f"warning: --force-resume goes on with another run's checkpoint ({words})")
-        changed = {key: words for key, words in changed.items() if key not in foreign}
+        say(f"warning: --force-resume uses the checkpoint of another run ({listed})")
+    if set(differences) & SHAPE:
+        _refuse_other_steps(path, state["identity"], identity)
+    return state
+
+
+def _differences(then: dict, now: dict) -> dict[str, str]:
+    """What differs between two identities, by key, in words."""
+    return {
+        key: f"{key}: {then.get(key)!r} then, {value!r} now" for key, value in now.items() if then.get(key) != value
+    }
+
+
+def load(path: Path, engine, ema, process: Process, identity: dict, force: bool = False) -> dict:
+    """Restores the engine and the EMA; returns the trainer state. Refuses what `read_state` refuses."""
+    state = read_state(path, identity, force)
+    differences = _differences(state["identity"], identity)
+    foreign = set(differences) - SHAPE
+    changed_shape = [text for key, text in differences.items() if key in SHAPE]
     allow_list()
-    if changed:
-        _refuse_other_steps(path, then, identity)
-        if isinstance(engine, dict):  # the buffers of its networks would have to be cut and joined too
-            words = "; ".join(changed.values())
-            raise UserError(f"checkpoint {path} has another shape ({words}), in which this recipe cannot go on.")
-        say(f"the run changes its shape ({'; '.join(changed.values())})")
-        _load_reshaped(path, engine, average, ranks)
+    if changed_shape:
+        say(f"resharding the checkpoint ({'; '.join(changed_shape)})")
+        _load_resharded(path, engine, ema, process)
         engine.global_steps = state["step"]
         return state
     for tag, part in _by_tag(engine).items():
@@ -346,39 +369,42 @@ def load(path: Path, engine, average, ranks: Ranks, identity: dict, force: bool 
             raise UserError(f"checkpoint {path} does not fit this model ({str(error).splitlines()[0]}).") from None
         if loaded is None:
             raise UserError(f"DeepSpeed found no state in checkpoint {path}.")
-    if average.decay:
-        shadow = torch.load(path / f"average-{ranks.rank:05d}.pt", map_location="cpu", weights_only=True)
-        for mine, saved in zip(average.shadow, shadow, strict=True):
-            mine.copy_(saved)
+    if ema.decay:
+        saved_shadow = torch.load(path / f"ema-{process.rank:05d}.pt", map_location="cpu", weights_only=True)
+        for shadow, saved in zip(ema.shadow, saved_shadow, strict=True):
+            shadow.copy_(saved)
     return state
 
 
 def _refuse_other_steps(path: Path, then: dict, now: dict) -> None:
-    """Other ranks are fine if an optimizer step still holds the same micro-batches, and all states can be cut anew."""
-    # Where --accumulation may change from run to resume, the fingerprint holds the size of a step.
+    """Another number of ranks is fine if every optimizer step still trains the same micro-batches."""
+    # In a recipe whose --accumulation may change on resume, the fingerprint holds the size of a step.
     sizes = [identity["ranks"] * identity["accumulation"] for identity in (then, now) if "accumulation" in identity]
     if len(set(sizes)) > 1:
         raise UserError(
             f"checkpoint {path}: ranks x --accumulation was {sizes[0]} and is {sizes[1]}; keep the product, so that"
             " every step trains the same micro-batches."
         )
-    if now["optimizer"] != "adamw":
-        raise UserError(f"checkpoint {path}: --optimizer {now['optimizer']} cannot go on with other ranks or stages.")
     if 0 in (then["zero_stage"], now["zero_stage"]):
-        raise UserError(f"checkpoint {path}: ZeRO-0 checkpoints go on with ZeRO-0 and as many ranks only.")
+        raise UserError(f"checkpoint {path}: ZeRO-0 checkpoints resume only with ZeRO-0 and the same number of ranks.")
+    if isinstance(now["fingerprint"]["optimizer"], list):  # the buffers of its networks would have to be split too
+        raise UserError(
+            f"checkpoint {path}: a run with several networks resumes only with the same number of ranks and ZeRO stage."
+        )
+    reshard.refuse_optimizer(now["fingerprint"]["optimizer"], path)
 
 
-def _load_reshaped(path: Path, engine, average, ranks: Ranks) -> None:
+def _load_resharded(path: Path, engine, ema, process: Process) -> None:
     scratch = path.parent / f".{path.name}.universal.tmp"
-    on_first(lambda: elastic.convert(path, TAG, scratch, bool(average.decay)), ranks)
-    elastic.load(scratch, engine, average)
-    _barrier(ranks)
-    if ranks.first:
+    on_main(lambda: reshard.convert(path, TAG, scratch, bool(ema.decay)), process)
+    reshard.load(scratch, engine, ema)
+    barrier(process)
+    if process.is_main:
         shutil.rmtree(scratch)
 
 
 def masters(path: Path) -> dict[str, torch.Tensor]:
-    """The trained fp32 weights of a checkpoint, whole, by their names in the recipe's model; in any one process."""
+    """The trained fp32 weights of a checkpoint, whole, by their names in the recipe's model. Needs no ranks."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     damage = _damage(path)
@@ -390,9 +416,9 @@ def masters(path: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): value.clone() for name, value in weights.items()}
 
 
-def load_mine(path: Path, ranks: Ranks) -> dict | None:
-    """What `save` was given as this rank's own; None if it was given nothing."""
-    file = path / f"rank-{ranks.rank:05d}.pt"
+def load_rank_state(path: Path, process: Process) -> dict | None:
+    """The `rank_state` that `save` was given on this rank; None if there was none."""
+    file = path / f"rank-{process.rank:05d}.pt"
     return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
 
 
@@ -415,8 +441,3 @@ def _damage(path: Path) -> str | None:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _barrier(ranks: Ranks) -> None:
-    if ranks.world > 1:
-        dist.barrier()

@@ -1,35 +1,40 @@
-"""One dataclass is the whole interface of a recipe: every field is a flag, with its default and its meaning."""
+"""A recipe's flags: one dataclass, in which every field is a flag with its default and its help text.
+
+Precedence: default < the recipe's demo values (only if neither model nor data is named) < --config FILE < flag.
+"""
 
 import argparse
 import dataclasses
+import difflib
+import json
 import math
-import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin
 
 EXIT_USER_ERROR = 2
-EXIT_STOPPED = 75  # stopped early by a signal, everything saved: start the same command again to go on
+EXIT_STOPPED = 75  # stopped early by a signal with everything saved: run the same command again to continue
 
 
 class UserError(Exception):
-    """The user's mistake: shown as one sentence that names the flag, file or sample, without a traceback."""
+    """A user's mistake: one sentence naming the flag, file or sample, shown without a traceback."""
 
 
 def flag(
     default,
-    meaning: str,
+    help: str,
     *,
     group: str = "recipe",
     low: float | None = None,
     high: float | None = None,
-    free: bool = False,
+    may_change: bool = False,
 ):
-    """A config field whose meaning becomes its --help text; `low` and `high` are the values it may take.
+    """A config field. `low` and `high` bound its value.
 
-    `free`: it may change between a run and its continuation, because no number of the training depends on it.
+    `may_change`: the flag may differ when a run is resumed, because no number of the training depends on it.
     """
-    metadata = {"help": meaning, "group": group, "low": low, "high": high, "free": free}
+    metadata = {"help": help, "group": group, "low": low, "high": high, "may_change": may_change}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -37,60 +42,93 @@ def flag(
 
 @dataclass
 class RunConfig:
-    """The flags every recipe has; they mean the same everywhere."""
+    """The flags that every recipe has; they mean the same everywhere."""
 
-    without: ClassVar[tuple[str, ...]] = ()  # fields of this class that a recipe has no use for
-    model_with_data: ClassVar[bool] = True  # false: a recipe can also train from scratch
+    without: ClassVar[tuple[str, ...]] = ()  # fields of this class that a recipe does not offer as flags
+    model_needs_data: ClassVar[bool] = True  # False: --data alone trains from scratch
 
-    ds: str = flag("ds_configs/zero2.json", "DeepSpeed JSON (also --deepspeed_config)", group="run")
-    model: str = flag("", "hub id or local folder; empty = the tiny demo model", group="run")
-    data: str = flag("", "token dataset folder; empty = the demo corpus", group="run")
-    eval_data: str = flag("", "token dataset to evaluate on; empty = none (demo: its own)", group="run")
-    out: str = flag("", "run folder; empty = runs/<recipe>-<date>-<time>", group="run")
-    resume: str = flag("auto", "auto = newest checkpoint in --out, never, or a checkpoint folder", group="run")
-    force_resume: bool = flag(False, "go on though flags, data or owner are not the checkpoint's", group="run")
+    ds: str = flag("ds_configs/zero2.json", "DeepSpeed JSON (also --deepspeed_config)", group="run", may_change=True)
+    model: str = flag("", "pretrained model: hub id or local folder; empty = the tiny demo model", group="run")
+    # Data is recognised by its content, so the folder may move.
+    data: str = flag("", "training data: token dataset folder; empty = the demo corpus", group="run", may_change=True)
+    eval_data: str = flag(
+        "", "evaluation data: token dataset folder; empty = no evaluation", group="run", may_change=True
+    )
+    out: str = flag("", "run folder; empty = runs/<recipe>-<date>-<time>", group="run", may_change=True)
+    resume: str = flag(
+        "auto", "auto = newest checkpoint in --out, never, or a checkpoint folder", group="run", may_change=True
+    )
+    force_resume: bool = flag(
+        False, "resume even if flags, data or file owner differ from the checkpoint's", group="run", may_change=True
+    )
     hang_timeout: float = flag(
         1800,
-        "seconds without a sign of life until each rank prints its stack and ends; 0 = off",
+        "seconds without progress after which each rank prints its stack and exits; 0 = off",
         group="run",
         low=0,
+        may_change=True,
     )
-    dry_run: bool = flag(False, "print sizes, plan and memory, take one step on the longest batch, stop", group="run")
-    verify_data: bool = flag(True, "check the dataset's checksums and id ranges before training", group="run")
+    dry_run: bool = flag(
+        False,
+        "print sizes and predicted memory, take one step on the longest batch, exit",
+        group="run",
+        may_change=True,
+    )
 
-    steps: int = flag(0, "optimizer steps; 0 = as many as --epochs need", group="schedule", low=0)
-    epochs: float = flag(1.0, "passes over the data, used when --steps is 0", group="schedule", low=0)
-    lr: float = flag(1e-4, "peak learning rate", group="schedule")
-    lr_floor_action: Literal["error", "warn", "default"] = flag(
-        "error", "a peak --lr outside what trains: refuse it, keep it, or take the recipe's own", group="schedule"
-    )
+    steps: int = flag(0, "optimizer steps; 0 = as many as --epochs takes", group="schedule", low=0)
+    epochs: float = flag(1.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
+    # 1e-7 is what a warm-up logs at its first step; as a peak it trains nothing. Above 1e-2 Adam diverges.
+    lr: float = flag(1e-4, "peak learning rate", group="schedule", low=1e-6, high=1e-2)
     warmup: float = flag(
-        0.03, "warm-up, as a share of the steps (below 1) or in optimizer steps", group="schedule", low=0
+        0.03, "learning-rate warm-up: a fraction of all steps (below 1) or a number of steps", group="schedule", low=0
     )
-    min_lr_ratio: float = flag(0.1, "the cosine ends at this share of --lr", group="schedule", low=0, high=1)
-    micro_tokens: int = flag(8192, "padded decoder positions a rank and micro-batch, at most", group="schedule", low=1)
-    accumulation: int = flag(1, "micro-batches a rank and optimizer step", group="schedule", low=1)
+    min_lr_ratio: float = flag(
+        0.1, "final learning rate of the cosine schedule, as a fraction of --lr", group="schedule", low=0, high=1
+    )
+    micro_tokens: int = flag(8192, "maximum padded positions per micro-batch on each rank", group="schedule", low=1)
+    accumulation: int = flag(
+        1, "gradient accumulation: micro-batches per optimizer step on each rank", group="schedule", low=1
+    )
     seed: int = flag(0, "key of every random decision", group="schedule")
 
-    optimizer: Literal["adamw", "adamw8bit"] = flag("adamw", "adamw8bit is bitsandbytes'", group="optimizer")
-    weight_decay: float = flag(0.01, "on projection matrices only; 0 = off", group="optimizer", low=0)
-    clip: float = flag(1.0, "largest global gradient norm", group="optimizer", low=1e-6)
+    optimizer: Literal["adamw", "adamw8bit"] = flag(
+        "adamw", "adamw8bit: 8-bit optimizer states (bitsandbytes)", group="optimizer"
+    )
+    weight_decay: float = flag(0.01, "weight decay of projection matrices; 0 = off", group="optimizer", low=0)
+    max_grad_norm: float = flag(1.0, "clip gradients to this global norm", group="optimizer", low=1e-6)
     ema: float = flag(
-        0.0, "decay of the average of the trained weights; 0 = off", group="optimizer", low=0, high=0.99999
+        0.0, "decay of the moving average of the trained weights; 0 = off", group="optimizer", low=0, high=0.99999
     )
-    precision: Literal["bf16", "fp32"] = flag("bf16", "compute; masters and loss are fp32", group="optimizer")
-    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, slower", group="optimizer")
-    max_skips: int = flag(3, "abort after this many non-finite steps in a row", group="optimizer", low=1)
+    precision: Literal["bf16", "fp32"] = flag(
+        "bf16", "compute precision; master weights and loss are fp32", group="optimizer"
+    )
+    gradient_checkpointing: bool = flag(
+        False, "recompute activations in the backward pass: less memory, slower", group="optimizer"
+    )
+    max_skips: int = flag(
+        3, "stop after this many non-finite steps in a row", group="optimizer", low=1, may_change=True
+    )
 
-    save_every: int = flag(500, "optimizer steps between checkpoints; 0 = only at the end", group="output", low=0)
-    async_save: bool = flag(True, "write checkpoints beside the training, from a copy in memory", group="output")
-    keep: int = flag(2, "newest checkpoints to keep (at least 2); the best is kept too", group="output", low=2)
-    eval_every: int = flag(
-        500, "optimizer steps between evaluations; 0 = only at the start and end", group="output", low=0
+    save_every: int = flag(
+        500, "optimizer steps between checkpoints; 0 = only the last", group="output", low=0, may_change=True
     )
-    sample_every: int = flag(0, "optimizer steps between samples; 0 = only at the end", group="output", low=0)
-    samples: int = flag(4, "texts of the evaluation data to speak at each sampling; 0 = none", group="output", low=0)
-    export: bool = flag(True, "write the trained artifact at the end", group="output")
+    keep: int = flag(
+        2, "number of newest checkpoints to keep (at least 2), besides the best", group="output", low=2, may_change=True
+    )
+    eval_every: int = flag(
+        500,
+        "optimizer steps between evaluations; 0 = only before and after training",
+        group="output",
+        low=0,
+        may_change=True,
+    )
+    sample_every: int = flag(
+        0, "optimizer steps between samples; 0 = only after training", group="output", low=0, may_change=True
+    )
+    samples: int = flag(
+        4, "evaluation clips to generate each time samples are made; 0 = none", group="output", low=0, may_change=True
+    )
+    export: bool = flag(True, "write the trained artifact at the end", group="output", may_change=True)
 
     @property
     def engine_precision(self) -> str:
@@ -98,46 +136,44 @@ class RunConfig:
         return self.precision
 
 
-def _add_flag(parser, item):
-    names = ["--" + item.name.replace("_", "-")]
-    if item.name == "ds":
-        names.append("--deepspeed_config")
-    default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
-    options = {"dest": item.name, "default": None, "help": f"{item.metadata['help']} (default: {default!r})"}
-    if item.type is bool:
-        options["action"] = argparse.BooleanOptionalAction
-    elif get_origin(item.type) is Literal:
-        options |= {"choices": get_args(item.type), "type": type(get_args(item.type)[0])}
-    elif get_origin(item.type) is list:
-        options |= {"nargs": "*", "type": get_args(item.type)[0]}
-    else:
-        options |= {"type": item.type, "metavar": item.type.__name__.upper()}
-    parser.add_argument(*names, **options)
+# The Hugging Face Trainer's names, for those who have them in their fingers. Value: our field, or field=constant.
+HF_ALIASES = {
+    "learning-rate": "lr",
+    "num-train-epochs": "epochs",
+    "max-steps": "steps",
+    "gradient-accumulation-steps": "accumulation",
+    "warmup-steps": "warmup",
+    "warmup-ratio": "warmup",
+    "save-steps": "save_every",
+    "eval-steps": "eval_every",
+    "save-total-limit": "keep",
+    "output-dir": "out",
+    "resume-from-checkpoint": "resume",
+    "bf16": "precision",
+}
+# What a repeated run must not take over from the config.json of the first: it would resume that run, or only test it.
+NOT_REPEATED = ("out", "resume", "force_resume", "dry_run")
 
 
 def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict | None = None):
-    """Flags to config. Precedence: default < `demo` (when nothing of the user's own is named) < flag."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    groups = {}
-    for item in dataclasses.fields(config_class):
-        if item.name in config_class.without:
-            continue
-        title = item.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        _add_flag(groups[title], item)
-    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None and k != "local_rank"}
-    if not any(given.get(name) for name in ("model", "data", "diagnose")):
-        given = (demo or {}) | given
-    config = config_class(**given)
-    from common.ds_config import resolve_ds
-
+    """The recipe's config from the command line; ends the process with a one-sentence error on a user's mistake."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser(config_class, doc)
     try:
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            raise UserError(unknown_flag(unknown[0], parser))
+        given = {k: v for k, v in vars(args).items() if v is not None and k not in ("local_rank", "config")}
+        if args.config:
+            given = read_config_file(args.config, config_class) | given
+        if not given.get("model") and not given.get("data"):
+            given = (demo or {}) | given
+        config = config_class(**given)
         check(config)
-        resolve_ds(config.ds, config, int(os.environ.get("WORLD_SIZE", "1")))
+        from common.ds_config import resolve_ds
+        from common.runtime import world_size
+
+        resolve_ds(config.ds, config, world_size())
     except UserError as error:
         from common.runtime import redact
 
@@ -146,33 +182,116 @@ def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict
     return config
 
 
+def build_parser(config_class, doc: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    fields = flags_of(config_class)
+    titles = dict.fromkeys(item.metadata["group"] for item in fields.values())
+    groups = {title: parser.add_argument_group(title) for title in titles}
+    groups["run"].add_argument(
+        "--config", metavar="FILE", help="take flags from a YAML file or a run's config.json; flags given here win"
+    )
+    for item in fields.values():
+        default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
+        names = ["--" + item.name.replace("_", "-")] + (["--deepspeed_config"] if item.name == "ds" else [])
+        help = f"{item.metadata['help']} (default: {default!r})"
+        groups[item.metadata["group"]].add_argument(*names, dest=item.name, default=None, help=help, **_kind(item))
+    aliases = parser.add_argument_group("the Hugging Face Trainer's names for some of the flags above")
+    for name, target in HF_ALIASES.items():
+        if target in fields:
+            same_as = f"same as --{target.replace('_', '-')}" + (" bf16" if name == "bf16" else "")
+            kind = {"action": "store_const", "const": "bf16"} if name == "bf16" else _kind(fields[target])
+            aliases.add_argument(f"--{name}", dest=target, default=None, help=same_as, **kind)
+    return parser
+
+
+def flags_of(config_class) -> dict[str, dataclasses.Field]:
+    return {item.name: item for item in dataclasses.fields(config_class) if item.name not in config_class.without}
+
+
+def _kind(item: dataclasses.Field) -> dict:
+    """How argparse reads a field of this type."""
+    if item.type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(item.type) is Literal:
+        return {"choices": get_args(item.type), "type": type(get_args(item.type)[0])}
+    if get_origin(item.type) is list:
+        return {"nargs": "*", "type": get_args(item.type)[0]}
+    return {"type": item.type, "metavar": item.type.__name__.upper()}
+
+
+def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
+    name = word.split("=")[0]
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else "; --help lists the flags.")
+
+
+def read_config_file(path: str, config_class) -> dict:
+    """Flags from a YAML or JSON file, or from the config.json of a run, which repeats that run in a new folder."""
+    import yaml
+
+    from common.runtime import say, world_size
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path} must hold flags and their values, one per line, such as `lr: 1e-4`.")
+    if isinstance(content.get("config"), dict) and "recipe" in content:
+        recipe = Path(sys.modules[config_class.__module__].__file__).stem
+        if content["recipe"] != recipe:
+            raise UserError(f"--config {path} belongs to a {content['recipe']} run, not to {recipe}.")
+        if content.get("ranks", world_size()) != world_size():
+            say(f"warning: {path} ran on {content['ranks']} ranks, this run has {world_size()}: losses may differ")
+        content = {name: value for name, value in content["config"].items() if name not in NOT_REPEATED}
+    fields, flags = flags_of(config_class), {}
+    for name, value in content.items():
+        item = fields.get(str(name).replace("-", "_"))
+        if item is None:
+            if any(f.name == name for f in dataclasses.fields(config_class)):
+                continue  # config.json also holds the fields that are no flags of this recipe
+            raise UserError(f"--config {path}: {unknown_flag(f'--{name}', build_parser(config_class, ''))}")
+        flags[item.name] = _value(item, value, path)
+    return flags
+
+
+def _value(item: dataclasses.Field, value, path: str):
+    """A value of a config file as the field's type. YAML reads 1e-4 as text: it wants 1.0e-4."""
+    kind = _kind(item)
+    try:
+        if item.type is bool:
+            if not isinstance(value, bool):
+                raise ValueError
+            return value
+        if isinstance(value, (dict, bool)) or value is None or isinstance(value, list) != ("nargs" in kind):
+            raise ValueError
+        if "nargs" in kind:
+            return [kind["type"](each) for each in value]
+        if kind["type"] is int and float(value) != int(float(value)):
+            raise ValueError
+        converted = kind["type"](value)
+        if converted not in kind.get("choices", [converted]):
+            raise ValueError
+        return converted
+    except (TypeError, ValueError):
+        takes = (
+            " or ".join(map(str, kind["choices"])) if "choices" in kind else getattr(item.type, "__name__", item.type)
+        )
+        raise UserError(f"--config {path}: {item.name} is {json.dumps(value)}; it takes {takes}.") from None
+
+
 def check(config: RunConfig) -> None:
     """Refuses what cannot train, before anything heavy is loaded."""
-    if bool(config.model) != bool(config.data) and config.model_with_data:
+    if bool(config.model) != bool(config.data) and config.model_needs_data:
         raise UserError("--model and --data go together: give both, or neither for the embedded demo.")
-    check_peak_rate(config)
     for item in dataclasses.fields(config):
         low, high, value = item.metadata["low"], item.metadata["high"], getattr(config, item.name)
-        if low is not None and not low <= value <= (math.inf if high is None else high):  # NaN is refused too
-            bounds = f"{low:g} or more" if high is None else f"{low:g} .. {high:g}"
-            raise UserError(f"--{item.name.replace('_', '-')} {value} is refused: it takes {bounds}.")
+        if low is not None and not low <= value <= (math.inf if high is None else high):  # refuses NaN too
+            bounds = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
+            raise UserError(f"--{item.name.replace('_', '-')} {value} is out of range: it takes {bounds}.")
     if config.steps == 0 and not 0 < config.epochs < math.inf:
         raise UserError(f"--epochs {config.epochs:g} gives no steps; set --steps or --epochs above 0.")
-
-
-def check_peak_rate(config: RunConfig) -> None:
-    """--lr is the peak: 1e-7 is what a warm-up prints at its first step; as a peak it trains nothing."""
-    low, high = 1e-6, 1e-2  # above, Adam diverges
-    if low <= config.lr <= high:
-        return
-    usual = next(item.default for item in dataclasses.fields(config) if item.name == "lr")
-    outside = f"--lr {config.lr:g} is outside {low:g} .. {high:g}"
-    if config.lr_floor_action == "error" or not 0 < config.lr < math.inf:
-        raise UserError(
-            f"{outside}; LoRA usually takes 1e-4, full tuning 1e-5. --lr-floor-action warn keeps it,"
-            f" --lr-floor-action default takes {usual:g}."
-        )
-    if config.lr_floor_action == "default":
-        config.lr = usual
-    if os.environ.get("RANK", "0") == "0":
-        print(f"WARNING: {outside}; this run takes {config.lr:g} (--lr-floor-action {config.lr_floor_action})")

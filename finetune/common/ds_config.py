@@ -7,7 +7,7 @@ from common.config import RunConfig, UserError
 
 
 def read_ds(path: str) -> dict:
-    """The JSON as a dict; a missing or malformed file is a UserError naming the file and the place."""
+    """The JSON as a dict; a missing or malformed file is a UserError."""
     file = Path(path)
     if not file.is_file() and not file.is_absolute():
         file = Path(__file__).resolve().parents[2] / path  # ds_configs/... from any working directory
@@ -23,19 +23,19 @@ def read_ds(path: str) -> dict:
 
 
 def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
-    """Fills what the script decides; a value in the JSON that contradicts a flag is an error naming both."""
+    """The JSON with its "auto" fields filled in from the flags; a value that contradicts a flag is an error."""
     ds = read_ds(path)
     for section in ("bf16", "fp16", "zero_optimization"):
         if ds.get(section) == "auto":
             del ds[section]
         if not isinstance(ds.get(section, {}), dict):
             raise UserError(f"{path} sets {section} to {json.dumps(ds[section])}; it must be an object.")
-    # Micro-batches are cut by the script, so DeepSpeed's count of samples is nominal: one a micro-batch.
+    # The recipe cuts the micro-batches, so DeepSpeed's sample count is nominal: one per micro-batch.
     owned = {
-        "train_micro_batch_size_per_gpu": (1, "--micro-tokens or --micro-batch (which cut the micro-batches)"),
+        "train_micro_batch_size_per_gpu": (1, "--micro-tokens or --micro-batch, which size the micro-batches,"),
         "gradient_accumulation_steps": (config.accumulation, f"--accumulation {config.accumulation}"),
         "train_batch_size": (config.accumulation * world_size, f"--accumulation x {world_size} ranks"),
-        "gradient_clipping": (config.clip, f"--clip {config.clip:g}"),
+        "gradient_clipping": (config.max_grad_norm, f"--max-grad-norm {config.max_grad_norm:g}"),
         "bf16.enabled": (config.engine_precision == "bf16", f"--precision {config.precision}"),
         "fp16.enabled": (False, f"--precision {config.precision}"),
     }
@@ -52,22 +52,22 @@ def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
         section[key] = value
     for section in ("optimizer", "scheduler"):
         if ds.pop(section, "auto") != "auto":
-            raise UserError(f"{path} has a section {section!r}, which the script's own flags decide: remove it.")
+            raise UserError(f"{path} has a section {section!r}, but the recipe and its flags set that: remove it.")
     ds = _without_auto(ds)
     stage = ds.setdefault("zero_optimization", {}).setdefault("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UserError(f"{path} sets zero_optimization.stage to {json.dumps(stage)}; it must be 0, 1, 2 or 3.")
     if stage == 0 and config.engine_precision == "bf16":
-        raise UserError(f"{path} sets ZeRO stage 0, which has no fp32 masters: use stage 1 to 3 or --precision fp32.")
-    if offloads_optimizer(ds) and config.optimizer != "adamw":
-        raise UserError(f"{path} offloads the optimizer, which --optimizer {config.optimizer} cannot do.")
-    ds["zero_allow_untested_optimizer"] = True  # bitsandbytes' optimizers are not on DeepSpeed's list
+        raise UserError(
+            f"{path} sets ZeRO stage 0, which has no fp32 master weights: use stage 1 to 3 or --precision fp32."
+        )
+    ds["zero_allow_untested_optimizer"] = True  # any optimizer that a recipe builds
     ds["steps_per_print"] = 10**9  # the recipe prints its own progress
     return ds
 
 
 def _without_auto(section: dict) -> dict:
-    """Drops the fields still "auto": DeepSpeed then takes its own default."""
+    """Drops fields that are still "auto": DeepSpeed then uses its default."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in section.items()

@@ -1,30 +1,34 @@
-"""DeepSpeed wiring: one wrapper module, one engine, and the few things that differ between ZeRO stages.
+"""DeepSpeed wiring: a module that returns the loss, the engine, and what differs between ZeRO stages.
 
 DeepSpeed is imported where it is used: common/single_process.py runs the same recipes without it.
 """
 
+import time
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from common.config import RunConfig, UserError
-from common.ds_config import offloads_optimizer, stage_of
-from common.memory import saved_bytes
-from common.optim import build_optimizer, parameter_groups
-from common.runtime import Ranks, memory_gb, say
+from common.config import UserError
+from common.contracts import LossOutput
+from common.ds_config import stage_of
+from common.memory import peak_memory, saved_bytes
+from common.runtime import Process, say
+
+_hf_ds_config = None  # transformers holds only a weak reference to it
 
 
 def build_sharded(ds: dict) -> None:
-    """Under ZeRO-3, from_pretrained then hands each rank its share of every weight instead of a whole model."""
+    """Call before from_pretrained: under ZeRO-3 each rank then loads its shard of every weight, never a whole model."""
     from transformers.integrations import HfDeepSpeedConfig
 
-    build_sharded.alive = HfDeepSpeedConfig(ds) if stage_of(ds) == 3 else None  # transformers keeps a weak reference
+    global _hf_ds_config
+    _hf_ds_config = HfDeepSpeedConfig(ds) if stage_of(ds) == 3 else None
 
 
 @contextmanager
 def gathered(module: nn.Module | list[nn.Parameter], write: bool = False):
-    """Inside, these parameters are whole, on every rank; `write`: what the first rank changes in them stays."""
+    """Inside, these parameters are whole on every rank. `write`: what the main rank changes in them is kept."""
     parameters = module.parameters() if isinstance(module, nn.Module) else module
     parameters = [p for p in parameters if hasattr(p, "ds_id")]  # those that ZeRO-3 shards
     if not parameters:
@@ -37,8 +41,7 @@ def gathered(module: nn.Module | list[nn.Parameter], write: bool = False):
 
 
 def shard(module: nn.Module, ds: dict) -> nn.Module:
-    """Under ZeRO-3, leaves each rank its share of parameters made outside from_pretrained, with the first rank's
-    values."""
+    """Under ZeRO-3, shards parameters that were made outside from_pretrained, with the main rank's values."""
     if stage_of(ds) == 3:
         import deepspeed
 
@@ -47,98 +50,89 @@ def shard(module: nn.Module, ds: dict) -> nn.Module:
 
 
 class LossModule(nn.Module):
-    """What DeepSpeed wraps: a batch goes in, the loss comes out, and the head is inside so that ZeRO's hooks fire."""
+    """What DeepSpeed wraps: batch in, LossOutput out. The loss is computed inside, so that ZeRO-3's hooks gather the
+    head's weights around it."""
 
-    def __init__(self, model: nn.Module, compute_loss):
+    def __init__(self, model: nn.Module, loss_fn):
         super().__init__()
         self.model = model
-        self.compute_loss = compute_loss
+        self.loss_fn = loss_fn
 
-    def forward(self, batch):
-        return self.compute_loss(self.model, batch)
+    def forward(self, batch) -> LossOutput:
+        return self.loss_fn(self.model, batch)
 
 
-def start_engine(
-    model: nn.Module,
-    compute_loss,
-    config: RunConfig,
-    ds: dict,
-    no_decay: tuple[str, ...],
-    rate_scale=None,
-    betas: tuple[float, float] = (0.9, 0.95),
-):
-    """The DeepSpeed engine over the model's trainable parameters; see `optim.parameter_groups`."""
+def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict):
+    """The DeepSpeed engine. `loss_fn(model, batch)` returns a LossOutput."""
     import deepspeed
 
-    groups = parameter_groups(model, config.weight_decay, no_decay, rate_scale)
-    optimizer = build_optimizer(groups, config, offloads_optimizer(ds), betas)
-    engine, *_ = deepspeed.initialize(model=LossModule(model, compute_loss), optimizer=optimizer, config=ds)
+    engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
     return engine
 
 
-def set_learning_rate(engine, lr: float) -> None:
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+# ---- one optimizer step ----------------------------------------------------------------------------------------
 
 
 def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> None:
-    """Adds this micro-batch's share of the step's mean loss: its sum over the step's planned target weight.
+    """Backward pass of one micro-batch's share of the step's loss, which is its loss_sum / step_weight.
 
-    DeepSpeed averages over the ranks, so the share is multiplied by their number. A loss that is not finite makes
-    its own gradient NaN, so that the optimizer's check skips the step on every rank alike.
+    `step_weight` is the target weight of the whole optimizer step: all ranks, all micro-batches. DeepSpeed averages
+    gradients over the ranks, hence the factor `world`. A loss that is not finite makes its gradient NaN, so that the
+    optimizer's overflow check skips the step on every rank alike.
     """
     if not loss_sum.requires_grad:
-        raise UserError("the loss has no gradient: nothing that is trained takes part in it.")
+        raise UserError("the loss has no gradient: it does not depend on any trained parameter.")
     loss = loss_sum * (world / step_weight)
-    loss = loss * (1 + (loss - loss).detach())
+    loss = loss * (1 + (loss - loss).detach())  # inf - inf is NaN
     engine.backward(loss, scale_wrt_gas=False)
 
 
 def take_step(engine) -> tuple[bool, float]:
-    """The optimizer step; returns whether it was applied (all gradients finite) and the norm before clipping."""
+    """The optimizer step: whether it was applied (all gradients finite), and the gradient norm before clipping."""
     if engine.zero_optimization_stage() == 0:
-        # Plain optimizers have no check of their own. Gradients are already averaged: all ranks see the same.
-        parameters = [p for p in engine.module.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
-        applied = norm < float("inf")
-        if not applied:  # DeepSpeed still counts the step, but nothing is updated
-            for parameter in parameters:
-                parameter.grad.zero_()
-            engine.optimizer.step = lambda: None
-        engine.step()
-        if not applied:
-            del engine.optimizer.step
-        return applied, norm
+        # Stage 0 has no overflow check. Gradients are already averaged, so all ranks see the same norm.
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if norm < float("inf"):
+            engine.step()
+            return True, norm
+        engine.zero_grad()  # skipped: what engine.step() counts is counted, weights and optimizer stay as they are
+        engine.micro_steps += 1
+        engine.global_steps += 1
+        return False, norm
     engine.step()
     norm = engine.get_global_grad_norm()
     applied = engine.was_step_applied()
     return applied, float(norm) if applied and norm is not None else float("nan")
 
 
-def dry_run(engine, batch_of, longest, step_weight: float, needs: float, ranks: Ranks) -> None:
-    """One optimizer step on the longest micro-batch, and the memory it took beside what was foretold.
+def dry_run(engine, batch: dict, one_clip: dict, step_weight: float, predicted: float, process: Process) -> None:
+    """--dry-run: one optimizer step on the largest micro-batch, and its memory next to the prediction.
 
-    `batch_of`: from clips to a batch on the device; `needs`: bytes of `memory.say_needs`. Activations are counted
-    for one clip, and multiplied.
+    `one_clip`: the longest clip alone; its activations, times the number of clips, are added to the `predicted` bytes.
     """
-    needs += saved_bytes(lambda: engine(batch_of(longest[:1]))) * len(longest)
-    batch = batch_of(longest)
+    clips = len(batch["ids"])
+    predicted += saved_bytes(lambda: engine(one_clip)) * clips
+    began = time.monotonic()
     for _ in range(engine.gradient_accumulation_steps()):
-        loss_sum, stats = engine(batch)
-        backward(engine, loss_sum, step_weight, ranks.world)
+        output = engine(batch)
+        backward(engine, output.loss_sum, step_weight, process.world)
         if engine.is_gradient_accumulation_boundary():
-            take_step(engine)
+            applied, norm = take_step(engine)
         else:
             engine.step()
-    peak = " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(ranks).items())
-    loss = float(stats[0].sum() / stats[1].sum())
-    say(f"dry run: longest micro-batch {len(longest)} clips, {batch['positions']:,} positions, loss {loss:.4f}")
-    say(f"memory a rank: predicted {needs / 2**30:.2f} GB, measured peak {peak}")
+    loss = float(output.loss_sum) / step_weight
+    say(f"dry run: longest micro-batch {clips} clips, {batch['positions']:,} positions; one step"
+        f" {time.monotonic() - began:.1f} s, applied {applied}, loss {loss:.4f}, norm {norm:.3f}")  # fmt: skip
+    say(f"memory per rank: predicted {predicted / 2**30:.2f} GB, measured peak {peak_memory(process)}")
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def frozen(model: nn.Module):
-    """Inside, a backward through the model leaves nothing in its own gradients."""
+    """Inside, a backward pass through the model leaves no gradients in its parameters."""
     model.requires_grad_(False)
     try:
         yield
@@ -152,9 +146,9 @@ def trainable(engine) -> dict[str, nn.Parameter]:
 
 
 def full_weights(engine, everything: bool = False, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The fp32 masters of all trainable parameters, and with `everything` the frozen ones too: whole, on the CPU.
+    """The fp32 master weights of all trainable parameters, whole, on the CPU; `everything`: of frozen ones too.
 
-    Every rank must call it. `keep` false: this rank only takes part, and holds one parameter at a time.
+    Every rank must call it. `keep` False: this rank only takes part in gathering and holds one parameter at a time.
     """
     stage, weights = engine.zero_optimization_stage(), {}
     for name, parameter in engine.module.model.named_parameters():
@@ -181,26 +175,23 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return safe_get_full_grad(parameter)
 
 
-# ---- average of the weights ------------------------------------------------------------------------------------
-
-
 def masters(engine, parameters: bool = False) -> list[torch.Tensor]:
-    """This rank's share of the fp32 weights; as `parameters` they are the keys of the optimizer's state."""
+    """This rank's shard of the fp32 master weights; as `parameters` they are the keys of the optimizer's state."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
-        found = engine.optimizer.fp32_partitioned_groups_flat
+        shards = engine.optimizer.fp32_partitioned_groups_flat
     elif stage in (1, 2):
-        found = engine.optimizer.single_partition_of_fp32_groups
+        shards = engine.optimizer.single_partition_of_fp32_groups
     else:
-        found = trainable(engine).values()
-    return list(found) if parameters else [t.data for t in found]
+        shards = trainable(engine).values()
+    return list(shards) if parameters else [t.data for t in shards]
 
 
 def masters_changed(engine) -> None:
-    """Carries changed masters over to the weights that the model computes with."""
+    """Copies changed master weights to the weights that the model computes with."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
-        # Small parameters stay gathered on every rank: they are given up first, or the old values would stay.
+        # Small parameters stay gathered on every rank: they are partitioned first, or the old values would stay.
         kept = optimizer.persistent_parameters
         if kept:
             kept[0].partition(kept)
@@ -212,8 +203,8 @@ def masters_changed(engine) -> None:
         optimizer.update_lp_params()
 
 
-class Average:
-    """Exponential moving average of the fp32 masters, kept sharded like them: no communication, any stage."""
+class Ema:
+    """Exponential moving average of the fp32 master weights, sharded like them: no communication in any ZeRO stage."""
 
     def __init__(self, engine, decay: float):
         self.engine, self.decay = engine, decay
@@ -221,13 +212,13 @@ class Average:
 
     def update(self, step: int) -> None:
         if self.decay:
-            # Early steps average over what there is, instead of holding on to the initial weights.
+            # Early on, average over the few steps there are instead of holding on to the initial weights.
             decay = min(self.decay, (1 + step) / (10 + step))
             torch._foreach_lerp_(self.shadow, masters(self.engine), 1 - decay)
 
     @contextmanager
-    def in_place(self):
-        """Inside, the model computes with the averaged weights."""
+    def applied(self):
+        """Inside, the model computes with the averaged weights; without an average nothing changes."""
         if self.decay:
             self._swap()
         try:

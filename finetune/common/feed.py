@@ -1,4 +1,4 @@
-"""Batches made ready while the model computes."""
+"""Batches, prepared while the model computes and moved to the device."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,29 +9,25 @@ import torch
 from common.runtime import still_alive
 
 
-def prefetch(build: Callable, numbers: Iterable, depth: int = 3) -> Iterator:
-    """`build(n)` for each n, in order, `depth` ahead. A thread is enough: codes are views into mapped memory."""
+def prefetch(build: Callable[[int], dict], indices: Iterable[int], device: torch.device, depth: int = 3) -> Iterator:
+    """`build(i)` for each i, in order, `depth` batches ahead, on the device. One thread is enough: codes are views into
+    memory-mapped files."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         waiting = deque()
-        for number in numbers:
-            waiting.append(pool.submit(build, number))
+        for index in indices:
+            waiting.append(pool.submit(build, index))
             if len(waiting) > depth:
-                yield waiting.popleft().result()
+                yield to_device(waiting.popleft().result(), device)
         while waiting:
-            yield waiting.popleft().result()
+            yield to_device(waiting.popleft().result(), device)
 
 
-def mover(device: torch.device) -> Callable[[dict], dict]:
-    """A function that brings a batch's tensors to the device without waiting for the copy. A batch is a sign of life:
-    an evaluation may have more of them than --hang-timeout lets pass between two words of the ranks."""
-
-    def move(batch: dict) -> dict:
-        still_alive()
-        if device.type == "cpu":
-            return batch
-        pin = device.type == "cuda"
-        tensors = {key: value for key, value in batch.items() if torch.is_tensor(value)}
-        moved = {key: (t.pin_memory() if pin else t).to(device, non_blocking=pin) for key, t in tensors.items()}
-        return batch | moved
-
-    return move
+def to_device(batch: dict, device: torch.device) -> dict:
+    """The batch with its tensors on the device, without waiting for the copy."""
+    still_alive()  # an evaluation may take longer than --hang-timeout between two collectives
+    if device.type == "cpu":
+        return batch
+    pin = device.type == "cuda"
+    tensors = {key: value for key, value in batch.items() if torch.is_tensor(value)}
+    moved = {key: (t.pin_memory() if pin else t).to(device, non_blocking=pin) for key, t in tensors.items()}
+    return batch | moved

@@ -1,4 +1,4 @@
-"""Models in the Hugging Face format, from a hub id or a local folder; a local path never touches the network."""
+"""Models in the Hugging Face format, from a hub id or a local folder; a local path never uses the network."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from common.config import UserError
 
 
 def load_pretrained(model_class, config_class, path: str, dtype, revision: str | None = None, **options):
-    """The model of exactly this kind, whole: another kind, a missing weight or a pickle is a UserError."""
+    """The complete model. Another model type, a missing weight or a pickle is a UserError."""
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
@@ -32,7 +32,7 @@ def load_pretrained(model_class, config_class, path: str, dtype, revision: str |
         )
     except (OSError, SafetensorError) as error:
         raise UserError(f"--model {path}: {str(error).splitlines()[0]}") from None
-    if info["missing_keys"]:  # they would be random, with no more than a warning
+    if info["missing_keys"]:  # transformers would only warn and leave them random
         raise UserError(
             f"--model {path} lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}."
         )

@@ -1,7 +1,7 @@
-"""Keyed randomness: every random decision is a pure function of a key, never of a global generator.
+"""Randomness by key instead of by generator state.
 
-A key is a tuple such as (seed, epoch, sample id, purpose) or (seed, step, purpose), so a decision is the same on
-whatever rank, worker, world size or resume point it is taken.
+Every random decision is a function of a key such as (seed, epoch, sample id, purpose), so it is the same on any rank,
+worker, world size or resume point.
 """
 
 import hashlib
@@ -13,6 +13,11 @@ def key64(*key) -> int:
     """64 bits from the key. repr() separates 1 from "1" and (1, 23) from (12, 3)."""
     key = tuple(part.item() if isinstance(part, np.generic) else part for part in key)  # np.int64(1) is 1
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+def torch_seed(*key) -> int:
+    """A seed for torch.manual_seed, which takes 63 bits."""
+    return key64(*key) % 2**63
 
 
 def uniform(*key) -> float:

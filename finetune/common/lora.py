@@ -1,20 +1,23 @@
-"""LoRA on modules that are named one by one: a group that matches fewer modules than the model has is an error."""
+"""LoRA on explicitly named modules, where a group that matches too few is an error; quantised bases; the bare model."""
 
 import re
+from pathlib import Path
 
+from common import runs
+from common.checkpoint import write_json
 from common.config import UserError
 
 
 def resolve_groups(model, groups: dict[str, tuple[str, int]], wanted: list[str]) -> dict[str, list[str]]:
-    """Module names a group. `groups`: name -> (full-match pattern, how many modules it must match).
+    """The module names of each group. `groups`: name -> (full-match pattern, how many modules it must match).
 
-    PEFT alone complains only when nothing at all matches: a typo beside a right name passes without a word.
+    PEFT alone complains only if nothing matches at all: a typo next to a correct name passes silently.
     """
     if not wanted:
-        raise UserError(f"no LoRA group is named; there are {', '.join(groups)}.")
+        raise UserError(f"no LoRA group is given; the groups are {', '.join(groups)}.")
     unknown = [name for name in wanted if name not in groups]
     if unknown:
-        raise UserError(f"unknown LoRA group {unknown[0]!r}; there are {', '.join(groups)}.")
+        raise UserError(f"unknown LoRA group {unknown[0]!r}; the groups are {', '.join(groups)}.")
     names = [name for name, _ in model.named_modules()]
     found = {group: [name for name in names if re.fullmatch(groups[group][0], name)] for group in dict.fromkeys(wanted)}
     wrong = {group: len(hits) for group, hits in found.items() if len(hits) != groups[group][1]}
@@ -50,3 +53,31 @@ def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, group_ran
 def base_model(model):
     """The model inside a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def quantization_config(bits: str, dtype, keep: list[str]):
+    """How bitsandbytes loads a frozen base: `bits` none (None), 8bit or 4bit; `keep`: modules that stay in full.
+
+    The loss reads the weight of a head itself, so heads must be among them.
+    """
+    if bits == "none":
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if bits == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=keep)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=keep
+    )
+
+
+def write_adapter(model, weights: dict, folder: Path, base: str, files: dict, revision: str | None = None) -> None:
+    """A PEFT adapter folder with whole fp32 weights, complete or absent; `files`: JSON files to write besides."""
+    draft = folder.with_name(f".{folder.name}.tmp")
+    model.peft_config["default"].base_model_name_or_path = base
+    model.peft_config["default"].revision = revision
+    runs.empty_folder(draft)
+    model.save_pretrained(str(draft), state_dict=weights, save_embedding_layers=False)
+    for name, content in files.items():
+        write_json(draft / name, content)
+    runs.replace_folder(draft, folder)

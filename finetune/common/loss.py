@@ -1,31 +1,29 @@
-"""Cross-entropy over several codebooks whose logits are never held in memory at once.
+"""Cross-entropy over several codebooks that never holds all logits in memory.
 
-Shapes: N positions, C codebooks, V ids a codebook, D width. The head maps D to C*V.
+Shapes: N positions, C codebooks, V ids per codebook, D width. The head maps D to C*V.
 """
-
-from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 IGNORE = -100
-CHUNK_LOGITS = 2**22  # logits held at a time (fp32: 16 MB)
+CHUNK_LOGITS = 2**22  # logits in memory at a time (fp32: 16 MB)
 
 
 def token_losses(logits_nv: torch.Tensor, labels_nc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per-token losses (N, C), 0 where ignored; the fp32 logits as (N, C, V) and their logsumexp (N, C)."""
     n, c = labels_nc.shape
-    logits = logits_nv.float().view(n, c, logits_nv.shape[-1] // c)  # also of no position
+    logits = logits_nv.float().view(n, c, logits_nv.shape[-1] // c)  # also for N = 0
     total = torch.logsumexp(logits, dim=-1)
     picked = logits.gather(-1, labels_nc.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return (total - picked).masked_fill(labels_nc == IGNORE, 0.0), logits, total
 
 
 class _GradientInForward(torch.autograd.Function):
-    """Forms d(loss)/d(hidden) and d(loss)/d(head) while the chunk's logits exist, so backward needs no logits.
+    """Computes d(loss)/d(hidden) and d(loss)/d(head) while a chunk's logits exist, so the backward pass needs none.
 
-    `frozen`: further rows of the head, which are never a label and never trained.
+    `frozen`: further rows of the head that are never a label and never trained.
     """
 
     @staticmethod
@@ -44,7 +42,7 @@ class _GradientInForward(torch.autograd.Function):
                 total = more
             if grad_hidden is None and grad_weight is None:
                 continue
-            # softmax - one_hot, in the memory of the logits
+            # softmax - one_hot, in place of the logits
             grad = logits.sub_(total.unsqueeze(-1)).exp_()
             grad.scatter_add_(-1, labels.clamp(min=0).unsqueeze(-1), grad.new_full((*labels.shape, 1), -1.0))
             grad = grad.mul_(scale.unsqueeze(-1)).view(len(labels), -1).to(weight.dtype)
@@ -54,7 +52,7 @@ class _GradientInForward(torch.autograd.Function):
                     others = others.sub_(total).exp_().mul_(scale).to(frozen.dtype)
                     grad_hidden[part].addmm_(others, frozen)
             if grad_weight is not None:
-                # Summed in fp32 over the chunks, whatever the head computes in.
+                # Summed over the chunks in fp32, whatever precision the head computes in.
                 if weight.dtype == torch.float32:
                     grad_weight.addmm_(grad.T, hidden)
                 else:
@@ -68,49 +66,51 @@ class _GradientInForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_sum, _):
         grad_hidden, grad_weight = ctx.grads
-        ctx.grads = None  # runs once: the gradients are scaled in place and handed over without a copy
+        ctx.grads = None  # runs once: gradients are scaled in place and returned without a copy
         for grad in (grad_hidden, grad_weight):
             if grad is not None:
                 grad.mul_(grad_sum)
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _head_forward(head: nn.Linear, hidden_nd, labels_nc=None, weights_nc=None):
-    if labels_nc is None:
-        return F.linear(hidden_nd, head.weight)
-    rows = max(1, CHUNK_LOGITS // len(head.weight))
-    if weights_nc is not None:
-        return _GradientInForward.apply(hidden_nd, head.weight, labels_nc, weights_nc, rows)
-    parts = zip(hidden_nd.split(rows), labels_nc.split(rows), strict=True)
-    stats = [_stats(F.linear(hidden, head.weight), labels) for hidden, labels in parts]
-    return tuple(torch.cat(column) for column in zip(*stats, strict=True))
+class LossHead(nn.Linear):
+    """A bias-free Linear that returns the loss itself when it is given labels.
 
-
-def fuse_head(head: nn.Module) -> None:
-    """Teaches a bias-free Linear to return the loss itself when labels come along.
-
-    It stays the same module with the same parameter and is called once a batch, so that ZeRO-3's hooks gather its
-    weight around the call and the ranks stay in step whatever their batches' sizes.
-    A head that LoRA wraps is left as it is and costs the whole logits.
+    It holds the very parameter of the Linear it replaces and is called once per batch, so ZeRO-3's hooks gather its
+    weight around the call, and ranks stay in step whatever the size of their batches.
     """
-    if type(head) is nn.Linear and head.bias is None:
-        head.forward = partial(_head_forward, head)
+
+    def __init__(self, head: nn.Linear):
+        nn.Module.__init__(self)  # not Linear's own, which would allocate a second weight
+        self.in_features, self.out_features = head.in_features, head.out_features
+        self.weight, self.bias = head.weight, None
+
+    def forward(self, hidden_nd, labels_nc=None, weights_nc=None):
+        if labels_nc is None:
+            return F.linear(hidden_nd, self.weight)
+        rows = max(1, CHUNK_LOGITS // len(self.weight))
+        if weights_nc is not None:
+            return _GradientInForward.apply(hidden_nd, self.weight, labels_nc, weights_nc, rows)
+        chunks = zip(hidden_nd.split(rows), labels_nc.split(rows), strict=True)
+        stats = [_stats(F.linear(hidden, self.weight), labels) for hidden, labels in chunks]
+        return tuple(torch.cat(column) for column in zip(*stats, strict=True))
 
 
-def _fused(head) -> bool:
-    return isinstance(getattr(head, "forward", None), partial)
+def loss_head(head: nn.Module) -> nn.Module:
+    """The head as a LossHead where it is a plain bias-free Linear. A head that LoRA wraps costs the whole logits."""
+    return LossHead(head) if type(head) is nn.Linear and head.bias is None else head
 
 
 def codebook_loss(head, hidden_nd, labels_nc, weights_nc) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted sum of the token losses (differentiable) and the token losses (N, C) themselves."""
-    if _fused(head):
+    if isinstance(head, LossHead):
         return head(hidden_nd, labels_nc, weights_nc)
     losses, *_ = token_losses(head(hidden_nd), labels_nc)
     return (losses * weights_nc).sum(), losses.detach()
 
 
 def rows_loss(hidden_nd, weight, labels_nc, weights_nc, frozen=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a head given as its rows, which only the caller may read (inside a module's forward, for ZeRO-3).
+    """The same for a head given as its rows. Under ZeRO-3 call it inside the forward of the module that owns them.
 
     `frozen`: rows of further classes that are never a label; then there is one codebook (C = 1).
     """
@@ -123,7 +123,7 @@ def rows_loss(hidden_nd, weight, labels_nc, weights_nc, frozen=None) -> tuple[to
 @torch.no_grad()
 def codebook_stats(head, hidden_nd, labels_nc) -> tuple[torch.Tensor, torch.Tensor]:
     """Token losses and most likely ids, both (N, C), for evaluation."""
-    return head(hidden_nd, labels_nc) if _fused(head) else _stats(head(hidden_nd), labels_nc)
+    return head(hidden_nd, labels_nc) if isinstance(head, LossHead) else _stats(head(hidden_nd), labels_nc)
 
 
 def _stats(logits_nv, labels_nc):

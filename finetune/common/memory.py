@@ -1,18 +1,19 @@
-"""Memory a rank needs for weights, gradients and optimizer, before anything is allocated."""
+"""Predicted memory per rank for weights, gradients and optimizer states, before anything is allocated."""
 
 import torch
 
 from common.config import RunConfig, UserError
 from common.ds_config import offloads_optimizer, stage_of
-from common.runtime import Ranks, all_sum, say
+from common.optim import state_bytes_per_weight
+from common.runtime import Process, any_rank, memory_gb, say
 
-# What a CPU process still takes for libraries and DeepSpeed's engine after it has joined its ranks; measured, the same
-# for 1 million and for 1.6 billion parameters.
+# What libraries and DeepSpeed's engine add to a CPU process after it has joined its ranks; measured, the same for
+# 1 million and for 1.6 billion parameters.
 GROWTH = 0.4 * 2**30
 
 
 def count_parameters(model) -> tuple[int, int]:
-    """All and trainable parameters."""
+    """Numbers of all and of trainable parameters."""
     sizes = [(_true_size(p), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, train in sizes if train)
 
@@ -24,27 +25,28 @@ def _true_size(parameter) -> int:
 
 
 def quantised_savings(model, width: int) -> int:
-    """Bytes that quantised weights take less than `width` a value."""
+    """Bytes that quantised weights save, compared with `width` bytes per value."""
     packed = [p for p in model.parameters() if not p.is_floating_point()]
     return sum(width * _true_size(p) - p.numel() * p.element_size() for p in packed)
 
 
-def predict(total: int, trained: int, ds: dict, config: RunConfig, world: int) -> dict[str, float]:
-    """Bytes a rank, on the device and (with offload) in host memory. Activations are not in it.
+def predict(total: int, trained: int, ds: dict, width: int, state_bytes: float, world: int) -> dict[str, float]:
+    """Bytes per rank on the device and (with offload) in host memory, without activations.
 
-    Compute weights and gradients take 2 bytes (bf16) or 4; an fp32 master, its gradient and Adam's two moments take
-    16 (10 with 8-bit moments) and are split over the ranks from stage 1, gradients from stage 2, weights in stage 3.
-    Stage 3 works with what it gathers: live weights and the bucket that gradients are reduced in; stage 2 holds on
-    to its two buckets when it offloads (all measured by tests/bench/bench_dia_size.py).
+    `width`: bytes of a compute weight and of its gradient, 2 for bf16 and 4 for fp32. An fp32 master weight and its
+    gradient take 8 bytes and the optimizer states `state_bytes` more; these are split over the ranks from stage 1 on,
+    gradients from stage 2 on, weights in stage 3. Stage 3 also holds what it has gathered: live weights and the bucket
+    that gradients are reduced in; stage 2 keeps its two buckets when it offloads (all measured by
+    tests/bench/bench_dia_size.py).
     """
     zero, stage = ds["zero_optimization"], stage_of(ds)
-    width = 2 if config.engine_precision == "bf16" else 4
-    moments = 2 if config.optimizer == "adamw8bit" else 8
     shared = trained / (world if stage >= 1 else 1)
     weights = width * total / (world if stage == 3 else 1)
     gradients = width * trained / (world if stage >= 2 else 1)
-    # Stage 3 steps a sub-group at a time, and only that has its gradient in fp32.
-    optimizer = (4 + moments) * shared + 4 * min(shared, _size(zero, "sub_group_size", 1e9) if stage == 3 else shared)
+    # Stage 3 updates one sub-group at a time, and only that one has its gradients in fp32.
+    optimizer = (4 + state_bytes) * shared + 4 * min(
+        shared, _size(zero, "sub_group_size", 1e9) if stage == 3 else shared
+    )
     bucket = width * min(trained, _size(zero, "reduce_bucket_size", 5e8))
     host = working = 0.0
     if stage == 3:
@@ -63,26 +65,27 @@ def _size(zero: dict, key: str, default: float) -> float:
     return default if value == "auto" else value
 
 
-def say_needs(model, ds: dict, config: RunConfig, ranks: Ranks) -> float:
-    """Prints the size of the model and what its states will take; returns the bytes a rank without activations."""
+def report_prediction(model, optimizer, ds: dict, config: RunConfig, process: Process) -> float:
+    """Prints the size of the model and the predicted memory; returns the bytes per rank without activations."""
     total, trained = count_parameters(model)
-    need = predict(total, trained, ds, config, ranks.world)
-    need["device"] -= quantised_savings(model, 2 if config.engine_precision == "bf16" else 4)
+    width = 2 if config.engine_precision == "bf16" else 4
+    need = predict(total, trained, ds, width, state_bytes_per_weight(optimizer), process.world)
+    need["device"] -= quantised_savings(model, width)
     shown = {place: size / 2**30 for place, size in need.items()}
     needs = need["device"] + need["working"]
-    if ranks.device.type == "cpu":
-        # Without a card everything is resident memory of this process, which had its libraries before its model.
-        needs += need["host"] + ranks.resident + GROWTH
+    if process.device.type == "cpu":
+        # Without a GPU everything is resident memory of this process, whose libraries were there before the model.
+        needs += need["host"] + process.resident + GROWTH
     say(
-        f"parameters {total:,}, trained {trained:,}; ZeRO-{stage_of(ds)} on {ranks.world} ranks: states"
-        f" {shown['device']:.2f} GB a rank on the device, {shown['host']:.2f} GB in host memory;"
-        f" predicted {needs / 2**30:.2f} GB a rank in all, without activations"
+        f"parameters {total:,}, trained {trained:,}; ZeRO-{stage_of(ds)} on {process.world} ranks: states"
+        f" {shown['device']:.2f} GB per rank on the device, {shown['host']:.2f} GB in host memory;"
+        f" predicted {needs / 2**30:.2f} GB per rank in total, without activations"
     )
     return needs
 
 
 def saved_bytes(forward) -> int:
-    """What autograd keeps of a forward pass for the backward one, beside the parameters."""
+    """Bytes that autograd saves in a forward pass for the backward pass, parameters not counted."""
     kept = {}
 
     def pack(tensor):
@@ -93,36 +96,40 @@ def saved_bytes(forward) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        alive = forward()  # nothing is freed, and no address used twice, before the count
+        alive = forward()  # keeps everything allocated, so that no address is counted twice
     del alive
     return sum(kept.values())
 
 
-def fit_micro_batch(attempt, config, ranks: Ranks) -> bool:
-    """Makes --micro-batch smaller and --accumulation larger until `attempt()`, a forward and backward, fits everywhere.
-
-    Their product stays, so the training is the same. Returns whether anything changed, on every rank.
-    """
-    asked = config.micro_batch
-    while all_sum([float(_runs_out(attempt))], ranks)[0]:
-        size = config.micro_batch
-        if size == 1:
-            raise UserError("--micro-batch 1 does not fit into memory: a smaller model, shorter crops, or more memory.")
-        smaller = max(n for n in range(1, size // 2 + 1) if size % n == 0)
-        config.micro_batch, config.accumulation = smaller, config.accumulation * (size // smaller)
-        say(f"warning: out of memory with --micro-batch {size}; going on with {smaller} and --accumulation"
-            f" {config.accumulation}, the same training")  # fmt: skip
-    return config.micro_batch != asked
+def peak_memory(process: Process) -> str:
+    return " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(process).items())
 
 
-def _runs_out(attempt) -> bool:
+def fit_micro_batch(attempt, micro_batch: int, accumulation: int, process: Process) -> tuple[int, int]:
+    """The largest micro-batch for which `attempt(micro_batch)`, a forward and backward pass, fits on every rank.
+
+    Returns it and the accumulation that goes with it: their product stays, so the training is the same."""
+    while any_rank(_runs_out_of_memory(attempt, micro_batch), process):
+        if micro_batch == 1:
+            raise UserError(
+                "--micro-batch 1 does not fit into memory: use a smaller model, shorter crops or more memory."
+            )
+        smaller = max(n for n in range(1, micro_batch // 2 + 1) if micro_batch % n == 0)
+        accumulation *= micro_batch // smaller
+        say(f"warning: --micro-batch {micro_batch} runs out of memory; using {smaller} with --accumulation"
+            f" {accumulation}, which trains the same")  # fmt: skip
+        micro_batch = smaller
+    return micro_batch, accumulation
+
+
+def _runs_out_of_memory(attempt, micro_batch: int) -> bool:
     try:
-        attempt()
-    except RuntimeError as error:  # a CPU has no error of its own for it
+        attempt(micro_batch)
+    except RuntimeError as error:  # a CPU has no error class for it
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
     else:
         return False
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what the traceback kept is gone by now
+        torch.cuda.empty_cache()  # the traceback no longer holds the tensors
     return True

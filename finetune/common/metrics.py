@@ -1,82 +1,89 @@
-"""What a run writes down: metrics.jsonl (the record), TensorBoard (the same values) and one line a step."""
+"""What a run records: metrics.jsonl (the source of truth), TensorBoard (the same values), one console line per step."""
 
 import json
 import os
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from common.runtime import Ranks, all_sum, redact, say, stop_requested
+from common.contracts import LossOutput
+from common.runtime import Process, all_sum, redact, say, stop_requested
 
 
-def due(every: int, done: int) -> bool:
-    """Whether something that happens every so many steps happens after this one; 0 = never."""
-    return every > 0 and done % every == 0
+def is_due(every: int, step: int) -> bool:
+    """Whether something that happens every `every` steps happens after this one; 0 = never."""
+    return every > 0 and step % every == 0
 
 
 @dataclass
 class Totals:
     """One optimizer step, summed over all ranks; the same on every rank."""
 
-    losses: np.ndarray  # a codebook
-    counts: np.ndarray
-    padded: int
-    stop: bool  # a signal came somewhere
+    loss_sum: float
+    parts: dict[str, float]  # means, by name
+    padded: int  # positions, padding included
+    stop: bool  # some rank received a signal
 
 
 class Meter:
-    """What one optimizer step adds up on this rank; nothing waits for the device before `reduce`."""
+    """Collects one optimizer step on this rank. Nothing waits for the device before `reduce`."""
 
     def __init__(self):
         self.began, self.waited = time.monotonic(), 0.0
-        self.losses, self.ids, self.stats, self.padded = [], [], 0, 0
+        self.losses, self.ids, self.parts, self.names, self.padded = [], [], 0, (), 0
 
-    def next(self, feed):
-        asked = time.monotonic()
-        batch = next(feed)
-        self.waited += time.monotonic() - asked
-        return batch
+    @contextmanager
+    def waiting(self):
+        """Counts the time spent inside as waiting for data."""
+        began = time.monotonic()
+        yield
+        self.waited += time.monotonic() - began
 
-    def add(self, batch: dict, loss_sum: torch.Tensor, stats: torch.Tensor) -> None:
-        """`stats`: loss sums and target counts, (2, codebooks)."""
-        self.losses.append(loss_sum.detach())
+    def add(self, batch: dict, output: LossOutput) -> None:
+        """One micro-batch."""
+        self.losses.append(output.loss_sum.detach())
         self.ids.append(batch["ids"])
-        self.stats = self.stats + (stats if stats.device.type == "mps" else stats.double())  # MPS has no float64
         self.padded += batch["positions"]
+        if output.parts:
+            self.names = tuple(output.parts)
+            self.parts = self.parts + _double(torch.stack(list(output.parts.values())))
 
-    def reduce(self, ranks: Ranks) -> Totals:
-        """The one reduction of a step: statistics, and whether any rank saw a signal."""
-        sums = all_sum([*self.stats.flatten().cpu(), self.padded, float(stop_requested())], ranks)
-        losses, counts = sums[:-2].reshape(2, -1)
-        return Totals(losses, counts, int(sums[-2]), sums[-1] > 0)
+    def reduce(self, process: Process) -> Totals:
+        """The only reduction of a step: losses, padding, and whether any rank received a signal."""
+        loss_sum = float(_double(torch.stack(self.losses)).sum())
+        parts = self.parts.flatten().tolist() if self.names else []
+        *sums, loss_sum, padded, stop = all_sum([*parts, loss_sum, self.padded, float(stop_requested())], process)
+        means = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(self.names) if sums[2 * i + 1]}
+        return Totals(float(loss_sum), means, int(padded), stop > 0)
 
-    def broken_ids(self) -> list[str]:
+    def non_finite_ids(self) -> list[str]:
         """Clips of this rank's micro-batches whose loss is not finite."""
         finite = torch.stack(self.losses).isfinite().tolist()
         return [name for names, fine in zip(self.ids, finite, strict=True) if not fine for name in names]
 
 
 class Tracker:
-    """Writes on the first rank only; every method may be called on all ranks."""
+    """Writes on the main rank only; every method may be called on all ranks."""
 
-    def __init__(self, folder: Path, ranks: Ranks, steps: int, start: int = 0, warmup: int = 0, peak: float = 0.0):
-        """`warmup` steps lead up to the learning rate `peak`: the progress line says so, lest it be taken for one."""
-        self.ranks, self.steps, self.warmup, self.peak = ranks, steps, warmup, peak
+    def __init__(self, folder: Path, process: Process, steps: int, start: int = 0, warmup: int = 0, peak: float = 0.0):
+        """`warmup` steps lead up to the learning rate `peak`: the console line says so, so that a warm-up value is not
+        mistaken for the peak."""
+        self.process, self.steps, self.warmup, self.peak = process, steps, warmup, peak
         self.path = folder / "metrics.jsonl"
         self.started = self.first_step = None
         self.board = None
-        if ranks.first:
+        if process.is_main:
             from torch.utils.tensorboard import SummaryWriter
 
             folder.mkdir(parents=True, exist_ok=True)
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
 
     def forget_after(self, step: int) -> None:
-        """Drops what a killed process logged after the checkpoint that the run now goes on from."""
-        if self.ranks.first and self.path.exists():
+        """Drops what a killed process logged after the checkpoint that the run resumes from."""
+        if self.process.is_main and self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step_of(line) <= step]
             draft = self.path.with_suffix(".tmp")
@@ -95,8 +102,8 @@ class Tracker:
             self.started, self.first_step = time.monotonic(), step
             left = "?"
         else:
-            pace = (time.monotonic() - self.started) / (step - self.first_step)
-            left = _clock(pace * (self.steps - step))
+            seconds_per_step = (time.monotonic() - self.started) / (step - self.first_step)
+            left = _clock(seconds_per_step * (self.steps - step))
         memory = values.get("vram_gb", values.get("rss_gb"))
         wait = 100 * values["data_wait_s"] / max(values["step_s"], 1e-9)
         warm = f" (warm-up {step}/{self.warmup}, peak {self.peak:.1e})" if step < self.warmup else ""
@@ -111,7 +118,7 @@ class Tracker:
             self.board.close()
 
     def _write(self, record: dict) -> None:
-        if self.ranks.first:
+        if self.process.is_main:
             with open(self.path, "a", encoding="utf-8") as stream:
                 stream.write(redact(json.dumps(record)) + "\n")
 
@@ -120,6 +127,10 @@ class Tracker:
             for name, value in values.items():
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
                     self.board.add_scalar(prefix + name, value, step)
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == "mps" else tensor.double()  # MPS has no float64
 
 
 def _step_of(line: str) -> float:

@@ -1,39 +1,45 @@
-"""Optimizer, its parameter groups and the learning-rate curve."""
+"""Parameter groups, the optimizer, what can be asked of any optimizer, and learning-rate schedules."""
 
 import math
+from collections import defaultdict
 
-from common.config import RunConfig
+from common.config import RunConfig, UserError
+from common.ds_config import offloads_optimizer
 
 
-def parameter_groups(model, weight_decay: float, no_decay: tuple[str, ...], rate_scale=None) -> list[dict]:
-    """Groups that partition the trainable parameters: matrices with decay, everything else without.
+def parameter_groups(model, weight_decay: float, no_decay: tuple[str, ...], lr_scale=None) -> list[dict]:
+    """Groups of the trainable parameters: matrices with weight decay, everything else without.
 
-    `no_decay`: parts of names that never decay, such as "embed" or "lora_". `rate_scale`: from a parameter's name to
-    the factor on its learning rate, which its group carries as "lr_scale".
+    `no_decay`: substrings of names that never decay, such as "embed" or "lora_". `lr_scale`: maps a parameter's name to
+    a factor on its learning rate, which its group carries as "lr_scale".
     """
     groups = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # ZeRO-3 keeps a parameter's true shape in ds_shape; its own is empty while it is partitioned.
+            # ZeRO-3 keeps a parameter's true shape in ds_shape; its own shape is empty while it is partitioned.
             is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
             exempt = not is_matrix or any(part in name for part in no_decay)
-            groups.setdefault((exempt, rate_scale(name) if rate_scale else 1.0), []).append(parameter)
+            groups.setdefault((exempt, lr_scale(name) if lr_scale else 1.0), []).append(parameter)
     assert sum(map(len, groups.values())) == sum(p.requires_grad for p in model.parameters())
     return [
         {
-            "params": found,
+            "params": parameters,
             "weight_decay": 0.0 if exempt else weight_decay,
             "lr_scale": scale,
-            "name": f"{'no_' if exempt else ''}decay" + (f" x{scale:.4g}" if rate_scale else ""),
+            "name": f"{'no_' if exempt else ''}decay" + (f" x{scale:.4g}" if lr_scale else ""),
         }
-        for (exempt, scale), found in sorted(groups.items(), key=lambda item: item[0])
+        for (exempt, scale), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 
-def build_optimizer(groups: list[dict], config: RunConfig, offload: bool, betas: tuple[float, float] = (0.9, 0.95)):
-    """AdamW: torch's fused one, bitsandbytes' 8-bit one, or DeepSpeed's for optimizer offload."""
+def build_optimizer(groups: list[dict], config: RunConfig, ds: dict, betas: tuple[float, float] = (0.9, 0.95)):
+    """AdamW: torch's fused one, bitsandbytes' with 8-bit states, or DeepSpeed's if the JSON offloads the optimizer."""
     options = {"lr": config.lr, "betas": betas, "eps": 1e-8}
-    if offload:
+    if offloads_optimizer(ds):
+        if config.optimizer != "adamw":
+            raise UserError(
+                f"{config.ds} offloads the optimizer, which --optimizer {config.optimizer} does not support."
+            )
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
@@ -46,8 +52,62 @@ def build_optimizer(groups: list[dict], config: RunConfig, offload: bool, betas:
     return AdamW(groups, fused=True, **options)
 
 
+def set_learning_rate(engine, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+# ---- questions to any optimizer --------------------------------------------------------------------------------
+
+
+def describe_optimizer(optimizer) -> dict:
+    """What the optimizer states in a checkpoint mean: a run only resumes with an optimizer of the same description.
+
+    Two implementations of one algorithm, such as AdamW on the GPU and offloaded, have the same description.
+    """
+    settings = ("betas", "eps", "momentum", "weight_decay", "lr_scale")
+    return {
+        "state": {name: str(value.dtype) for name, value in optimizer_state(optimizer).items()},
+        "groups": [{name: group[name] for name in settings if name in group} for group in optimizer.param_groups],
+    }
+
+
+def optimizer_state(optimizer) -> dict:
+    """The tensors that the optimizer keeps per weight, by name, measured on a step of one small parameter.
+
+    Each is a tensor of as many values as the parameter has; scalars such as a step counter are left out.
+    """
+    import torch
+
+    # bitsandbytes keeps the states of parameters under 4096 values in 32 bits.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device if parameters else "cpu"
+    probe = torch.nn.Parameter(torch.zeros(128, 128, device=device))
+    probe.grad = torch.zeros_like(probe)
+    # The optimizer itself takes the step, on a parameter that is not its own: a second one could not be built without
+    # knowing the constructor's arguments, nor copied where it owns native memory (DeepSpeedCPUAdam).
+    own = dict(optimizer.__dict__)
+    optimizer.param_groups = [{**own["param_groups"][0], "params": [probe]}]
+    optimizer.state = defaultdict(dict)
+    try:
+        optimizer.step()
+        state = optimizer.state[probe]
+    finally:
+        optimizer.__dict__.clear()
+        optimizer.__dict__.update(own)
+    return {name: value for name, value in state.items() if torch.is_tensor(value) and value.numel() == probe.numel()}
+
+
+def state_bytes_per_weight(optimizer) -> float:
+    """8 for AdamW's two fp32 moments, 2 with 8-bit states, 0 for plain SGD."""
+    return sum(state.element_size() for state in optimizer_state(optimizer).values())
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------
+
+
 def warmup_steps(warmup: float, steps: int) -> int:
-    """`warmup` below 1 is a share of the steps, otherwise a number of optimizer steps."""
+    """`warmup` below 1 is a fraction of the steps, otherwise a number of optimizer steps."""
     return math.ceil(warmup * steps) if warmup < 1 else min(int(warmup), steps)
 
 
@@ -61,11 +121,11 @@ def learning_rate(step: int, steps: int, config: RunConfig) -> float:
     return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-def stepped_rate(step: int, steps: int, steps_an_epoch: float, config) -> float:
-    """Linear warm-up, then --decay every --decay-epochs; with --schedule cosine as `learning_rate`."""
+def stepped_rate(step: int, steps: int, steps_per_epoch: float, config) -> float:
+    """Linear warm-up, then a factor of --decay every --decay-epochs; with --schedule cosine as `learning_rate`."""
     if config.schedule == "cosine" or step < warmup_steps(config.warmup, steps):
         return learning_rate(step, steps, config)
-    return config.lr * config.decay ** int(step / steps_an_epoch / config.decay_epochs)
+    return config.lr * config.decay ** int(step / steps_per_epoch / config.decay_epochs)
 
 
 def plateau_rate(step: int, steps: int, drops: int, config) -> float:
@@ -75,20 +135,17 @@ def plateau_rate(step: int, steps: int, drops: int, config) -> float:
     return config.lr * max(config.drop**drops, config.min_lr_ratio)
 
 
-def judge(state: dict, score: float | None, config) -> bool:
-    """Whether this score is the best so far (smaller is better, None is none); --patience worse ones make a drop.
+def drop_on_plateau(state: dict, improved: bool, patience: int) -> None:
+    """Counts a drop of the learning rate after `patience` evaluations in a row that did not improve.
 
-    `state` holds "best", "stale" and "drops", and goes into the checkpoint.
+    `state` holds "stale" and "drops", and belongs into the checkpoint.
     """
-    better = score is not None and (state["best"] is None or score < state["best"])
-    state["best"] = score if better else state["best"]
-    state["stale"] = 0 if better else state["stale"] + 1
-    if state["stale"] >= config.patience:
+    state["stale"] = 0 if improved else state["stale"] + 1
+    if state["stale"] >= patience:
         state["stale"], state["drops"] = 0, state["drops"] + 1
-    return better
 
 
 def turning_points(rate, steps: int, config) -> list[int]:
-    """The steps worth printing of a schedule: the first, the end of the warm-up, up to 20 drops, the last."""
+    """The steps of a schedule that are worth printing: first, end of the warm-up, up to 20 drops, last."""
     drops = [step for step in range(1, steps) if rate(step) < rate(step - 1)] if config.schedule == "step" else []
     return sorted({0, max(0, warmup_steps(config.warmup, steps) - 1), *drops[:20], steps - 1})

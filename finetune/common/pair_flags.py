@@ -8,19 +8,30 @@ from common.config import RunConfig, flag
 
 @dataclass
 class PairConfig(RunConfig):
-    without: ClassVar[tuple[str, ...]] = ("micro_tokens",)
-    model_with_data: ClassVar[bool] = False
+    without: ClassVar[tuple[str, ...]] = ("micro_tokens", "optimizer")
+    model_needs_data: ClassVar[bool] = False  # --data alone trains from scratch
 
-    model: str = flag("", "weights to go on from; empty = start from nothing", group="run")
-    data: str = flag("", "dataset of data/pairs.py; empty = the demo's", group="run")
-    eval_data: str = flag("", "pairs to choose the best by; empty = those of --hold-out", group="run")
-    test_data: str = flag("", "pairs to measure the best model on, once, at the end", group="run", free=True)
-    enhance: str = flag("", "folder of .wav and .flac to enhance into --out with --model", group="run", free=True)
+    model: str = flag("", "pretrained weights to fine-tune; empty = train from scratch", group="run")
+    # Data is recognised by its content, so the folders may move.
+    data: str = flag(
+        "", "training data: noisy/clean pairs (data/pairs.py); empty = the demo pairs", group="run", may_change=True
+    )
+    eval_data: str = flag(
+        "", "pairs to evaluate on and select the best checkpoint by; empty = those of --hold-out", group="run",
+        may_change=True,
+    )  # fmt: skip
+    test_data: str = flag("", "pairs to measure the exported model on, once, at the end", group="run", may_change=True)
 
-    micro_batch: int = flag(4, "crops a rank and micro-batch", group="schedule", low=1)
-    samples: int = flag(4, "files of the evaluation data to write at each sampling; 0 = none", group="output", low=0)
-    eval_files: int = flag(0, "evaluate on this many files, evenly spread; 0 = all", group="output", low=0)
+    micro_batch: int = flag(4, "crops per micro-batch on each rank", group="schedule", low=1)
+    samples: int = flag(
+        4, "evaluation files to enhance each time samples are made; 0 = none", group="output", low=0, may_change=True
+    )
+    eval_files: int = flag(
+        0, "number of evaluation files, evenly spread over the evaluation data; 0 = all", group="output", low=0
+    )
 
-    seconds: float = flag(2.0, "length of a crop", low=0.25)
-    hold_out: list[str] = flag([], "ids that start so are not trained on; without --eval-data they choose the best")
-    pesq_workers: int = flag(0, "PESQ processes a rank; 0 = its share of the cores", low=0, free=True)
+    seconds: float = flag(2.0, "length of a training crop in seconds", low=0.25)
+    hold_out: list[str] = flag([], "id prefixes to exclude from training; used for model selection without --eval-data")
+    pesq_workers: int = flag(
+        0, "PESQ processes per rank; 0 = this rank's share of the CPU cores", low=0, may_change=True
+    )

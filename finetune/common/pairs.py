@@ -1,20 +1,20 @@
-"""Noisy/clean pairs as data/pairs.py writes them, and the crops that a training sees of them."""
+"""Noisy/clean pairs as data/pairs.py writes them, and the crops of them that a model trains on."""
 
 import numpy as np
 
-from common import keyed_random as keyed
 from common.arrow import ArrowDataset, flat_views
 from common.config import UserError
-from common.runtime import Ranks, on_first, say
+from common.keyed_random import uniform
+from common.runtime import Process, on_main, say
 
-DRAWS = 8  # of a crop's place, until it holds speech
-SPEECH_SECONDS = 0.3  # that a crop should hold, or half of it if it is shorter than twice that
-SPEECH_FLOOR_DB = -40.0  # below the clip's loudest frame, a frame is silence
+DRAWS = 8  # how often a crop's position is drawn at most, until the crop holds speech
+SPEECH_SECONDS = 0.3  # speech that a crop should hold, or half of the crop if that is less
+SPEECH_FLOOR_DB = -40.0  # a frame this far below the clip's loudest frame is silence
 FRAME_SECONDS = 0.01
 
 
 class PairDataset(ArrowDataset):
-    """Pairs of equal length. `samples[i]` is the length; `noisy(i)`, `clean(i)` are int16 views, nothing is copied."""
+    """Pairs of equal length. `samples[i]` is the length; `noisy(i)` and `clean(i)` are int16 views, not copies."""
 
     kind, maker = "dataset of noisy/clean pairs", "data/pairs.py"
     facts = ("sample_rate",)
@@ -51,31 +51,31 @@ class PairDataset(ArrowDataset):
             raise UserError(f"{self.folder}: clip {self.id(int(np.argmin(self.samples)))!r} is empty.")
 
     def rows_starting(self, prefixes: list[str]) -> np.ndarray:
-        """Rows whose id starts with one of `prefixes`, as VoiceBank's ids start with the speaker."""
+        """Rows whose id starts with one of `prefixes`; VoiceBank's ids start with the speaker."""
         return np.array([i for i in range(len(self)) if self.id(i).startswith(tuple(prefixes))], dtype=np.int64)
 
     def rows_named(self, name: str) -> np.ndarray:
-        """The row of this id, as an array."""
+        """The row with this id, as an array."""
         rows = [i for i in range(len(self)) if self.id(i) == name]
         if not rows:
             raise UserError(f"{self.folder} has no clip {name!r}; its first is {self.id(0)!r}.")
         return np.array(rows, dtype=np.int64)
 
     def crop(self, i: int, length: int, *key) -> tuple[np.ndarray, np.ndarray, int]:
-        """Noisy and clean (length,) int16 at a place that the key decides, and how often it was drawn again.
+        """Noisy and clean (length,) int16 at a position chosen by the key, and how often it was drawn again.
 
-        A clip that is too short goes round, so that it is never padded with silence. A place with hardly any speech is
-        drawn again: PESQ has no value there, and a discriminator nothing to learn.
+        A clip that is too short is repeated, never padded with silence. A position with hardly any speech is drawn
+        again: PESQ is undefined there, so a discriminator has nothing to learn.
         """
         noisy, clean = self.noisy(i), self.clean(i)
         if len(clean) <= length:
-            place = np.arange(length) % len(clean)
-            return noisy[place], clean[place], 0
+            repeated = np.arange(length) % len(clean)
+            return noisy[repeated], clean[repeated], 0
         active = speech_frames(clean, self.rate)
         frame = int(FRAME_SECONDS * self.rate)
         wanted = min(SPEECH_SECONDS, length / self.rate / 2, active.sum() * FRAME_SECONDS)
         for draw in range(DRAWS):
-            start = int(keyed.uniform(*key, draw, "crop") * (len(clean) - length + 1))
+            start = int(uniform(*key, draw, "crop") * (len(clean) - length + 1))
             inside = active[start // frame : (start + length) // frame]
             if inside.sum() * FRAME_SECONDS >= wanted:
                 break
@@ -83,7 +83,7 @@ class PairDataset(ArrowDataset):
 
 
 def speech_frames(wave: np.ndarray, rate: int) -> np.ndarray:
-    """Which frames of 10 ms are louder than the loudest one less 40 dB."""
+    """Which frames of 10 ms are less than 40 dB below the loudest one."""
     frame = int(FRAME_SECONDS * rate)
     whole = wave[: len(wave) // frame * frame].astype(np.float32).reshape(-1, frame)
     power = np.square(whole).mean(1)
@@ -91,71 +91,80 @@ def speech_frames(wave: np.ndarray, rate: int) -> np.ndarray:
 
 
 class Crops:
-    """The rows of a dataset that are trained on, as batches of keyed crops of `seconds`."""
+    """A training set (common/contracts.py): keyed crops of `seconds` from some rows of a dataset, each of weight 1."""
 
     def __init__(self, pairs: PairDataset, rows: np.ndarray, seconds: float, seed: int):
         self.pairs, self.rows, self.seed = pairs, rows, seed
         self.length = int(seconds * pairs.rate)
+        self.lengths = np.full(len(rows), self.length)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def ids(self, chosen) -> list[str]:
-        return [self.pairs.id(self.rows[i]) for i in chosen]
+    def ids(self, indices) -> list[str]:
+        return [self.pairs.id(self.rows[i]) for i in indices]
 
-    def batch(self, chosen, epoch: int = 0) -> dict:
-        """Noisy and clean (B, length) float tensors in -1..1; a crop depends on seed, epoch and id alone."""
+    def batch(self, indices, epoch: int = 0) -> dict:
+        """Noisy and clean (B, length) float tensors in -1..1; a crop depends only on seed, epoch and id.
+
+        "redraws" counts the positions that were drawn again because they held too little speech.
+        """
         import torch
 
-        ids = self.ids(chosen)
+        ids = self.ids(indices)
         crops = [
             self.pairs.crop(self.rows[i], self.length, self.seed, epoch, name)
-            for i, name in zip(chosen, ids, strict=True)
+            for i, name in zip(indices, ids, strict=True)
         ]
         noisy, clean = (torch.from_numpy(np.stack([c[s] for c in crops]).astype(np.float32) / 32768) for s in (0, 1))
         redraws = sum(crop[2] for crop in crops)
         return {"noisy": noisy, "clean": clean, "ids": ids, "positions": noisy.numel(), "redraws": redraws}
 
+    def target_weight(self, indices, epoch: int = 0) -> float:
+        return float(len(indices))
 
-# ---- what is trained on, what is held out ------------------------------------------------------------------------
+    def fingerprint(self) -> dict:
+        return {"data": self.pairs.fingerprint()}
 
 
-def open_pairs(path: str, rate: int, verify: bool, ranks: Ranks) -> PairDataset:
-    """A dataset of pairs; `verify`: checked for damage by the first rank."""
+# ---- training and evaluation data --------------------------------------------------------------------------------
+
+
+def open_pairs(path: str, rate: int, process: Process) -> PairDataset:
+    """A dataset of pairs, which the main rank has checked for damage."""
     pairs = PairDataset(path, rate)
-    if verify:
-        on_first(pairs.verify, ranks)
+    on_main(pairs.verify, process)
     return pairs
 
 
-def split_pairs(config, rate: int, ranks: Ranks) -> tuple[Crops, PairDataset | None, np.ndarray]:
-    """The crops to train on, and the pairs and rows to evaluate on.
+def split_pairs(config, rate: int, process: Process) -> tuple[PairDataset, np.ndarray, PairDataset | None, np.ndarray]:
+    """The pairs and rows to train on, and the pairs and rows to evaluate on (None and no rows if there are none).
 
-    Those are --eval-data, or else the ids of --data that --hold-out names, which are not trained on in either case.
+    Evaluation uses --eval-data, or else the clips of --data that --hold-out names. Neither is trained on.
     """
-    pairs = open_pairs(config.data, rate, config.verify_data, ranks)
-    held = pairs.rows_starting(config.hold_out) if config.hold_out else np.array([], dtype=np.int64)
-    if config.hold_out and not len(held):
-        raise UserError(f"--hold-out {' '.join(config.hold_out)}: no id in {config.data} starts so.")
-    kept = np.setdiff1d(np.arange(len(pairs)), held)
-    if not len(kept):
-        raise UserError(f"--hold-out {' '.join(config.hold_out)} leaves nothing of {config.data} to train on.")
-    chosen = pairs if len(held) else None
+    pairs = open_pairs(config.data, rate, process)
+    held_out = pairs.rows_starting(config.hold_out) if config.hold_out else np.array([], dtype=np.int64)
+    if config.hold_out and not len(held_out):
+        raise UserError(f"--hold-out {' '.join(config.hold_out)}: no id in {config.data} starts with it.")
+    train_rows = np.setdiff1d(np.arange(len(pairs)), held_out)
+    if not len(train_rows):
+        raise UserError(f"--hold-out {' '.join(config.hold_out)} leaves nothing in {config.data} to train on.")
+    eval_pairs, eval_rows = (pairs if len(held_out) else None), held_out
     if config.eval_data:
-        chosen = open_pairs(config.eval_data, rate, config.verify_data, ranks)
-        held = np.arange(len(chosen))
-        trained = {pairs.id(i) for i in kept}
-        twice = [chosen.id(i) for i in held if chosen.id(i) in trained]
+        eval_pairs = open_pairs(config.eval_data, rate, process)
+        eval_rows = np.arange(len(eval_pairs))
+        trained = {pairs.id(i) for i in train_rows}
+        twice = [eval_pairs.id(i) for i in eval_rows if eval_pairs.id(i) in trained]
         if twice:
             raise UserError(f"--eval-data {config.eval_data} holds {len(twice)} ids of --data, such as {twice[0]}.")
-        both = {_speaker(name) for name in trained} & {_speaker(chosen.id(i)) for i in held}
+        both = {_speaker(name) for name in trained} & {_speaker(eval_pairs.id(i)) for i in eval_rows}
         if both:
             say(f"warning: {len(both)} speakers are in --data and in --eval-data, such as {min(both)}")
-    if 0 < config.eval_files < len(held):
-        held = held[np.linspace(0, len(held) - 1, config.eval_files).round().astype(int)]
-    return Crops(pairs, kept, config.seconds, config.seed), chosen, held
+    if 0 < config.eval_files < len(eval_rows):
+        eval_rows = eval_rows[np.linspace(0, len(eval_rows) - 1, config.eval_files).round().astype(int)]
+    return pairs, train_rows, eval_pairs, eval_rows
 
 
 def _speaker(name: str) -> str:
-    """VoiceBank's p286_001 is of speaker p286."""
+    """VoiceBank's p286_001 is spoken by p286."""
     return name.rsplit("/", 1)[-1].split("_")[0]

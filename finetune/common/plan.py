@@ -1,9 +1,9 @@
 """The batch plan: computed from the lengths alone, the same on every rank, never communicated.
 
-Clips are ordered by length with a keyed jitter and cut into micro-batches under a budget of padded positions; the
+Clips are sorted by length with a keyed jitter and cut into micro-batches under a budget of padded positions; the
 micro-batches are shuffled (keyed) and dealt to the ranks. Every epoch has the same number of micro-batches, so a
-micro-batch is found by its running number alone: resume is that number, and any ranks x accumulation with the same
-product trains the same global batches.
+micro-batch is identified by its running number alone. Resuming needs only that number, and any ranks x accumulation
+with the same product trains the same global batches.
 """
 
 from functools import lru_cache
@@ -13,25 +13,25 @@ import numpy as np
 from common import keyed_random as keyed
 from common.config import UserError
 
-JITTER = 0.03  # clips whose lengths differ by less can change places from epoch to epoch
+JITTER = 0.03  # relative; clips whose lengths differ by less may swap places from epoch to epoch
 
 
 class Plan:
     def __init__(self, lengths: np.ndarray, budget: int, seed: int, jitter: float = JITTER):
-        """`lengths`: positions a clip takes in the decoder; `budget`: padded positions a micro-batch, at most."""
+        """`lengths`: positions per clip; `budget`: maximum padded positions per micro-batch."""
         if not len(lengths):
             raise UserError("the dataset has no clip to train on.")
         if lengths.max() > budget:
             raise UserError(
-                f"--micro-tokens {budget} is below the longest clip ({lengths.max()} positions): raise it, or shorten"
-                " the clips with --max-seconds."
+                f"--micro-tokens {budget} is below the longest clip ({lengths.max()} positions): raise it, or use"
+                " shorter clips."
             )
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.seed = seed
         self.jitter = jitter
         self.edges = _edges(np.sort(self.lengths), budget, jitter)
         self.per_epoch = len(self.edges) - 1
-        # Each rank walks an epoch in order; the step that spans two epochs needs both.
+        # Each rank walks through an epoch in order; a step that spans two epochs needs both.
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,15 +47,15 @@ class Plan:
         return epoch, clips[self.edges[slot] : self.edges[slot + 1]]
 
     def longest(self) -> np.ndarray:
-        """The micro-batch that takes most memory: the longest clips, as many as the budget lets in."""
+        """The micro-batch that takes the most memory: the longest clips, as many as the budget allows."""
         return np.argsort(self.lengths, kind="stable")[self.edges[-2] :]
 
-    def steps(self, epochs: float, micro_batches_a_step: int, share: float = 1.0) -> int:
-        """Optimizer steps for so many passes, of which `share` of the micro-batches are this plan's."""
-        return max(1, int(np.ceil(epochs * self.per_epoch / share / micro_batches_a_step)))
+    def steps(self, epochs: float, micro_batches_per_step: int, share: float = 1.0) -> int:
+        """Optimizer steps for this many epochs if `share` of all micro-batches come from this plan."""
+        return max(1, int(np.ceil(epochs * self.per_epoch / share / micro_batches_per_step)))
 
     def padding(self, epoch: int = 0) -> float:
-        """Share of the padded positions that hold no clip."""
+        """Fraction of the positions that are padding."""
         clips, _ = self._order(epoch)
         padded = sum(
             (end - start) * self.lengths[clips[start:end]].max()
@@ -65,10 +65,10 @@ class Plan:
 
 
 class Mix:
-    """Two plans as one: a keyed share of the micro-batches comes from `other`, whose clips count on after `main`'s."""
+    """Two plans as one: a keyed share of the micro-batches comes from `other`, numbered after `main`'s clips."""
 
     def __init__(self, main: Plan, other: Plan, share: float, seed: int, micro_batches: int):
-        """`micro_batches`: those of the whole run, at most."""
+        """`micro_batches`: at least the number in the whole run."""
         self.main, self.other = main, other
         self.lengths = np.concatenate([main.lengths, other.lengths])
         self.per_epoch = main.per_epoch / (1 - share)

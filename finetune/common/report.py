@@ -1,6 +1,6 @@
-"""report.html: curves, samples to look at and listen to, config and warnings in one file without links.
+"""report.html: curves, samples to look at and listen to, config and warnings in one self-contained file.
 
-python finetune/common/report.py runs/NAME
+./launch.sh report runs/NAME
 """
 
 import base64
@@ -54,7 +54,7 @@ def write_report(run: Path) -> Path:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The lines of metrics.jsonl; one that a kill cut short is left out."""
+    """The records of metrics.jsonl, without a line that a kill cut short."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -88,14 +88,14 @@ def _eval_table(evals: list[dict]) -> str:
     names = [name for name in evals[-1] if name not in ("event", "step") and "_channel_" not in name]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ["step", *names])
     lines = [[str(r["step"]), *(f"{r.get(name, nan):.4f}" for name in names)] for r in evals]
-    if evals[0]["step"] == 0 and len(evals) > 1:  # what the training changed, against the untrained base
+    if evals[0]["step"] == 0 and len(evals) > 1:  # what training changed, compared with the untrained base
         lines.append(["last - base", *(f"{evals[-1][name] - evals[0].get(name, nan):+.4f}" for name in names)])
     rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
     return f"<table><tr>{head}</tr>{rows}</table>"
 
 
 def _samples(folder: Path) -> str:
-    """The reference and, below it, what each stage of training made of the same text."""
+    """For each text the recording and, below it, what every stage of training made of it."""
     facts = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/*.json"))}
     if not facts:
         return "<p>none</p>"

@@ -1,10 +1,10 @@
-"""Going on with another number of ranks or another ZeRO stage, through DeepSpeed's universal checkpoints.
+"""Resuming with another number of ranks or another ZeRO stage, through DeepSpeed's universal checkpoints.
 
-The converter is DeepSpeed's: a folder a parameter with its fp32 master and Adam's moments, whole. The loader is not:
-DeepSpeed 0.19.8's own gives every parameter group the hyperparameters of the first one under ZeRO-3 (weight decay on
-norms, one rate for all layers), and cannot go from one stage to another.
+The converter is DeepSpeed's: one folder per parameter with its whole fp32 master weight and Adam moments. The loader is
+ours: DeepSpeed 0.19.8's own gives every parameter group the hyperparameters of the first one under ZeRO-3 (weight decay
+on norms, one learning rate for all layers), and cannot change the stage.
 
-    python finetune/common/reshard.py SHARDS OUT        converts, in a process of its own
+    cd finetune && python -m common.reshard SHARDS OUT        converts, in a process of its own
 """
 
 import argparse
@@ -19,27 +19,43 @@ import torch
 
 from common.config import UserError
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-def convert(checkpoint: Path, tag: str, out: Path, has_average: bool) -> None:
-    """OUT/weights and, if the run keeps one, OUT/average: universal checkpoints of the masters and their average."""
+
+def refuse_optimizer(description: dict, checkpoint: Path) -> None:
+    """Raises for an optimizer whose states DeepSpeed's converter does not know: it handles two fp32 Adam moments.
+
+    `description`: what optim.describe_optimizer returned.
+    """
+    if description["state"] != dict.fromkeys(MOMENTS, "torch.float32"):
+        raise UserError(
+            f"checkpoint {checkpoint}: the states of this optimizer ({', '.join(description['state'])}) cannot be split"
+            " anew: resume with the same number of ranks and the same ZeRO stage."
+        )
+
+
+def convert(checkpoint: Path, tag: str, out: Path, has_ema: bool) -> None:
+    """Writes OUT/weights and, with an EMA, OUT/ema: universal checkpoints of the master weights and their average."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     shards = {"weights": checkpoint / tag}
-    if has_average:
-        shards["average"] = out / "average-shards"
-        _with_average_as_masters(checkpoint, checkpoint / tag, shards["average"])
+    if has_ema:
+        shards["ema"] = out / "ema-shards"
+        _with_ema_as_masters(checkpoint, checkpoint / tag, shards["ema"])
     for name, folder in shards.items():
-        words = [sys.executable, "-m", "common.reshard", folder, out / name]
+        command = [sys.executable, "-m", "common.reshard", folder, out / name]
         done = subprocess.run(
-            list(map(str, words)), cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+            list(map(str, command)), cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
         )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no message"]
-            raise UserError(f"checkpoint {checkpoint} cannot be converted for other ranks: {lines[-1]}")
+            raise UserError(
+                f"checkpoint {checkpoint} cannot be converted to another number of ranks or ZeRO stage: {lines[-1]}"
+            )
 
 
-def _with_average_as_masters(checkpoint: Path, shards: Path, out: Path) -> None:
-    """A copy of the shards in which the average, which is cut like the masters, stands in their place."""
+def _with_ema_as_masters(checkpoint: Path, shards: Path, out: Path) -> None:
+    """Copies the shards with the EMA, which is split like the master weights, in place of the master weights."""
     out.mkdir()
     for file in shards.iterdir():
         if not file.name.endswith("_optim_states.pt"):
@@ -47,27 +63,27 @@ def _with_average_as_masters(checkpoint: Path, shards: Path, out: Path) -> None:
             continue
         rank = int(file.name.split("zero_pp_rank_")[1].split("_")[0])
         state = torch.load(file, map_location="cpu", weights_only=True)
-        average = torch.load(checkpoint / f"average-{rank:05d}.pt", map_location="cpu", weights_only=True)
+        ema = torch.load(checkpoint / f"ema-{rank:05d}.pt", map_location="cpu", weights_only=True)
         inner = state["optimizer_state_dict"]
-        inner["fp32_flat_groups" if "fp32_flat_groups" in inner else "single_partition_of_fp32_groups"] = average
+        inner["fp32_flat_groups" if "fp32_flat_groups" in inner else "single_partition_of_fp32_groups"] = ema
         torch.save(state, out / file.name)
 
 
-def load(folder: Path, engine, average) -> None:
-    """Each rank takes its own share of what `convert` wrote."""
+def load(folder: Path, engine, ema) -> None:
+    """Loads this rank's shard of what `convert` wrote."""
     from common.engine import masters, masters_changed
 
     step = _steps_taken(folder / "weights" / "zero")
-    shares = {key: _shares(folder / "weights", engine, key) for key in ("exp_avg", "exp_avg_sq", "fp32")}
+    shares = {key: _shares(folder / "weights", engine, key) for key in (*MOMENTS, "fp32")}
     for i, master in enumerate(masters(engine, parameters=True)):
         master.data.copy_(shares["fp32"][i])
         state = engine.optimizer.optimizer.state[master]
         state["step"] = step if offloaded(engine) else torch.tensor(float(step))
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in MOMENTS:
             state[key] = shares[key][i].to(master.device)
-    if average.decay:
-        for mine, share in zip(average.shadow, _shares(folder / "average", engine, "fp32"), strict=True):
-            mine.copy_(share)
+    if ema.decay:
+        for shadow, share in zip(ema.shadow, _shares(folder / "ema", engine, "fp32"), strict=True):
+            shadow.copy_(share)
     masters_changed(engine)
 
 
@@ -83,7 +99,7 @@ def _steps_taken(folder: Path) -> int:
 
 
 def _shares(folder: Path, engine, key: str) -> list[torch.Tensor]:
-    """This rank's part of every parameter, laid out as its flat masters are."""
+    """This rank's part of every parameter, laid out like its flat master weights."""
     optimizer, stage, shares = engine.optimizer, engine.zero_optimization_stage(), []
 
     def whole(parameter) -> torch.Tensor:
@@ -94,14 +110,14 @@ def _shares(folder: Path, engine, key: str) -> list[torch.Tensor]:
 
     for group, master in enumerate(masters(engine)):
         share = torch.zeros_like(master, device="cpu")
-        if stage == 3:  # every parameter is cut into equal parts, one a rank
+        if stage == 3:  # every parameter is cut into equal parts, one per rank
             place = 0
             for parameter in optimizer.fp16_groups[group]:
                 size = math.ceil(parameter.ds_numel / engine.dp_world_size)
                 part = whole(parameter)[engine.global_rank * size :][:size]
                 share[place : place + len(part)] = part
                 place += size
-        else:  # the parameters are laid end to end and that is cut
+        else:  # the parameters are concatenated, and the result is cut
             for parameter in optimizer.bit16_groups[group]:
                 if parameter._hp_mapping is not None:
                     here, there = parameter._hp_mapping.hp_fragment_address, parameter._hp_mapping.lp_fragment_address

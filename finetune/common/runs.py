@@ -1,4 +1,4 @@
-"""The run folder, and the demo assets that stand in for a model and data."""
+"""The run folder: config.json, metrics, checkpoints, the best checkpoint; and the demo assets."""
 
 import dataclasses
 import fcntl
@@ -18,13 +18,13 @@ from common.ds_config import stage_of
 from common.metrics import Meter, Totals, Tracker
 from common.optim import warmup_steps
 from common.runtime import (
-    Ranks,
+    Process,
     Stopped,
-    all_sum,
-    from_first,
-    gather_names,
+    barrier,
+    from_main,
+    gather_lists,
     memory_gb,
-    on_first,
+    on_main,
     redact,
     report_outcome,
     say,
@@ -32,79 +32,223 @@ from common.runtime import (
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandbytes")
-# What may change between a run and its continuation without changing a single number of its training. The data are
-# known by their content, so that they can move.
-FREE_TO_CHANGE = set(
-    "ds out resume force_resume dry_run verify_data save_every async_save keep eval_every sample_every samples".split()
-    + "export max_skips hang_timeout data eval_data lr_floor_action".split()
-)
 
 
-def run_folder(config: RunConfig, recipe: str, ranks: Ranks) -> Path:
+class Run:
+    """A run folder with its record and its checkpoints. Constructing it loads no weights.
+
+    `checkpoint`: what --resume chose, None for a fresh start; `start_step`: optimizer steps that it has taken;
+    `best`: step and score of the best checkpoint so far.
+    """
+
+    def __init__(self, recipe: str, config: RunConfig, ds: dict, process: Process, fingerprint: dict, steps: int):
+        """`fingerprint`: what the numbers of the run depend on besides the flags; they may not change on resume."""
+        self.config, self.process = config, process
+        self.folder = run_folder(config, recipe, process)
+        self.identity = identity(config, stage_of(ds), process, fingerprint)
+        self.skips, self.best = 0, None
+        self.pending = None  # the checkpoint that is being written
+        self.checkpoint = checkpoint.choose(config.resume, self.checkpoints, process, config.force_resume)
+        self.start_step = 0
+        if self.checkpoint:
+            state = checkpoint.read_state(self.checkpoint, self.identity, config.force_resume)
+            self.start_step, self.best = state["step"], state["best"]
+        on_main(lambda: lock(self.folder), process)  # from here on the folder exists
+        warmup = warmup_steps(config.warmup, steps)
+        if warmup > 0.3 * steps:
+            say(f"warning: the warm-up takes {warmup} of {steps} steps")
+        self.tracker = Tracker(self.folder, process, steps, self.start_step, warmup, config.lr)
+        self.tracker.forget_after(self.start_step if self.checkpoint else -1)
+        if process.is_main:
+            write_config(self.folder, recipe, config, ds, {"identity": self.identity, "ranks": process.world})
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def load(self, engine, ema) -> dict:
+        """Restores weights, optimizer states and EMA from `checkpoint`; returns the loop_state it was saved with.
+
+        `engine`: one engine, or a dict of several by name, which are saved and restored together.
+        """
+        state = checkpoint.load(self.checkpoint, engine, ema, self.process, self.identity, self.config.force_resume)
+        self.tracker.event("resume", self.start_step, checkpoint=str(self.checkpoint))
+        say(f"resuming after step {self.start_step} from {self.checkpoint}")
+        return state["loop_state"]
+
+    def log(
+        self, step: int, meter: Meter, totals: Totals, step_weight: float, positions: int, lr: float, grad_norm, **more
+    ) -> None:
+        """Records one applied step, numbered from 1. `positions`: those that hold a clip, without padding.
+
+        The loss is what was optimised: the loss sum of all ranks and micro-batches over the target weight of the step.
+        """
+        self.skips = 0
+        seconds = time.monotonic() - meter.began
+        record = {
+            "loss": totals.loss_sum / step_weight,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            **more,
+            "tokens": positions,
+            "padding": 1 - positions / totals.padded,
+            "tokens_per_s": positions / seconds,
+            "data_wait_s": meter.waited,
+            "step_s": seconds,
+            **memory_gb(self.process),
+        }
+        self.tracker.step(step, record | {f"loss_{name}": float(mean) for name, mean in totals.parts.items()})
+
+    def skip(self, step: int, meter: Meter, all_ids: list[str]) -> None:
+        """Records a step that was not finite on some rank and so was applied on none; too many in a row end the run."""
+        self.skips += 1
+        ids = gather_lists(meter.non_finite_ids(), self.process) or all_ids
+        self.tracker.event("skip", step, ids=ids)
+        say(f"warning: step {step} skipped, loss or gradient not finite; clips: {', '.join(ids[:20])}")
+        if self.skips >= self.config.max_skips:
+            self.wait_for_checkpoint()
+            raise UserError(
+                f"{self.skips} steps in a row were not finite (--max-skips), last with clips {', '.join(ids[:5])};"
+                f" the checkpoints in {self.checkpoints} are from before."
+            )
+
+    def is_best(self, step: int, score: float | None) -> bool:
+        """Whether this evaluation is the best so far: lower is better, None never is. Remembers it if so.
+
+        Save a checkpoint whenever it is: `load_best` needs it.
+        """
+        if score is None or (self.best and score >= self.best["score"]):
+            return False
+        self.best = {"step": step, "score": score}
+        return True
+
+    def save(
+        self,
+        engine,
+        ema,
+        step: int,
+        score: float | None = None,
+        loop_state: dict | None = None,
+        rank_state: dict | None = None,
+    ) -> None:
+        """Starts writing a checkpoint in the background, once the one before is on disk.
+
+        `loop_state`: JSON that `load` gives back; `rank_state`: tensors that only this rank holds.
+        """
+        began = time.monotonic()
+        self.wait_for_checkpoint()
+        state = {"step": step, "identity": self.identity, "best": self.best, "loop_state": loop_state or {}}
+        self.pending = checkpoint.save(
+            self.checkpoints, engine, state, ema, self.process, self.config.keep, score, rank_state, background=True
+        )
+        self.tracker.event("checkpoint", step, path=str(self.pending.path), stall_s=time.monotonic() - began)
+
+    def wait_for_checkpoint(self) -> None:
+        if self.pending:
+            self.pending.wait()
+        self.pending = None
+
+    def load_best(self, engine, ema, step: int) -> dict:
+        """Restores the best checkpoint for the export, and returns which it is and why: {"step", "score"}.
+
+        `step`: the last one, which stays loaded if it is the best or if no evaluation gave a score.
+        """
+        self.wait_for_checkpoint()
+        if not self.best or self.best["step"] == step:
+            return {"step": step, "score": self.best and self.best["score"]}
+        path = self.checkpoints / f"step-{self.best['step']:08d}"
+        checkpoint.load(path, engine, ema, self.process, self.identity, self.config.force_resume)
+        say(f"the best checkpoint is of step {self.best['step']}, with a score of {self.best['score']:.4f}")
+        return dict(self.best)
+
+    def first_eval(self) -> dict:
+        """The evaluation before the first step, which later ones are compared with; the same on every rank. After a
+        resume it is read from metrics.jsonl."""
+
+        def read() -> dict:
+            lines = self.tracker.path.read_text(encoding="utf-8").splitlines() if self.tracker.path.exists() else []
+            evals = [record for record in map(json.loads, lines) if record.get("event") == "eval"]
+            return next((record for record in evals if record["step"] == 0), {})
+
+        return on_main(read, self.process)
+
+    def stop(self, step: int) -> None:
+        """Ends a run after a signal, once it is saved."""
+        self.wait_for_checkpoint()
+        self.tracker.event("preempted", step)
+        say(f"stopped by a signal after step {step}; run the same command with --out {self.folder} to continue")
+        report_outcome(EXIT_STOPPED)
+        barrier(
+            self.process
+        )  # srun kills all ranks at the first non-zero exit: the main rank must have reported by then
+        raise Stopped
+
+    def finish(self, steps: int) -> None:
+        self.wait_for_checkpoint()
+        self.tracker.event("done", steps)
+        self.tracker.close()
+        unlock(self.folder)
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------
+
+
+def run_folder(config: RunConfig, recipe: str, process: Process) -> Path:
     """--out, or a folder named after the recipe and the time; the same on every rank."""
     name = config.out or str(Path("runs") / time.strftime(f"{recipe}-%Y%m%d-%H%M%S"))
-    return Path(from_first(name, ranks))
+    return Path(from_main(name, process))
 
 
 def make_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {folder} cannot be made ({error.strerror}).") from None
+        raise UserError(f"--out {folder} cannot be created ({error.strerror}).") from None
     if not os.access(folder, os.W_OK):
-        raise UserError(f"--out {folder} cannot be written to.")
+        raise UserError(f"--out {folder} is not writable.")
 
 
 _locks = {}
 
 
 def lock(folder: Path) -> None:
-    """Makes the folder this process's own for as long as it lives."""
+    """Reserves the folder for this process as long as it lives."""
     make_writable(folder)
-    if folder.resolve() in _locks:  # to open the file again and close it would undo the lock
+    if folder.resolve() in _locks:  # opening the file again and closing it would release the lock
         return
     _locks[folder.resolve()] = file = open(folder / ".lock", "w")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"--out {folder} is being written to by a run that has not ended; wait for it.") from None
+        raise UserError(f"--out {folder} is in use by a run that has not ended; wait for it.") from None
     except OSError:  # a file system without locks
         pass
 
 
-def demo_assets(ranks: Ranks, model: str = "dia") -> Path:
-    """The tiny model, codec and corpus of data/demo.py, made once by a process of its own."""
-    folder = ROOT / "runs" / ("demo-assets" if model == "dia" else f"demo-assets-{model}")
-    say("embedded demo: a tiny random model and a synthetic corpus; --model and --data name the real thing")
-
-    def build() -> None:
-        command = [sys.executable, ROOT / "data" / "demo.py", "--out", folder, "--model", model]
-        if subprocess.run(command, check=False).returncode:
-            raise UserError("data/demo.py could not make the demo assets; see its message above.")
-
-    on_first(build, ranks)
-    return folder
+def unlock(folder: Path) -> None:
+    if file := _locks.pop(folder.resolve(), None):
+        file.close()
 
 
-def identity(config: RunConfig, stage: int, ranks: Ranks, fingerprint: dict) -> dict:
-    """Everything a checkpoint depends on: a run goes on only from a checkpoint with the same."""
-    free = FREE_TO_CHANGE | {item.name for item in dataclasses.fields(config) if item.metadata["free"]}
-    fields = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
-    fields |= {"zero_stage": stage, "ranks": ranks.world, "fingerprint": fingerprint}
-    return json.loads(redact(json.dumps(fields)))  # as the checkpoint will hold it
+def identity(config: RunConfig, stage: int, process: Process, fingerprint: dict) -> dict:
+    """Everything that the numbers of a run depend on: it only resumes from a checkpoint with the same identity."""
+    may_change = {item.name for item in dataclasses.fields(config) if item.metadata["may_change"]}
+    flags = {name: value for name, value in dataclasses.asdict(config).items() if name not in may_change}
+    flags |= {"zero_stage": stage, "ranks": process.world, "fingerprint": fingerprint}
+    return json.loads(redact(json.dumps(flags)))  # as the checkpoint will hold it
 
 
-def write_config(folder: Path, recipe: str, config: RunConfig, ds: dict, facts: dict) -> None:
-    """config.json: everything needed to repeat the run."""
+def write_config(folder: Path, recipe: str, config: RunConfig, ds: dict, more: dict) -> None:
+    """config.json: everything that is needed to repeat the run; --config takes it back."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(
         folder / "config.json",
         {
             "recipe": recipe,
-            "command": sys.argv,  # what was asked for; "config" is what the run takes
+            "command": sys.argv,  # what was asked for; "config" is what the run uses
             "config": dataclasses.asdict(config),
             "ds_config": ds,
-            **facts,
+            **more,
             "versions": {name: _version(name) for name in PACKAGES},
             "git_commit": _git_commit(),
         },
@@ -123,128 +267,31 @@ def _git_commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-class Run:
-    """A run folder with its record and its checkpoints; goes on from the newest one when --resume says so.
-
-    `engine`: one, or a dict of several by name, which are saved and restored together. `found`: the checkpoint that
-    the run goes on from; `extra`: what `save` was given beside the engines.
-    """
-
-    def __init__(
-        self, recipe: str, config: RunConfig, ds: dict, ranks: Ranks, engine, average, fingerprint: dict, steps: int
-    ):
-        self.config, self.ranks, self.engine, self.average = config, ranks, engine, average
-        self.folder = run_folder(config, recipe, ranks)
-        self.identity = identity(config, stage_of(ds), ranks, fingerprint)
-        self.start, self.skips, self.extra = 0, 0, {}
-        self.pending = None  # the checkpoint that is being written
-        self.found = found = checkpoint.choose(config.resume, self.checkpoints, ranks, config.force_resume)
-        if found:
-            state = checkpoint.load(found, engine, average, ranks, self.identity, config.force_resume)
-            self.start, self.extra = state["step"], state.get("extra", {})
-        on_first(lambda: lock(self.folder), ranks)
-        warmup = warmup_steps(config.warmup, steps)
-        if warmup > 0.3 * steps:
-            say(f"warning: the warm-up takes {warmup} of {steps} steps")
-        self.tracker = Tracker(self.folder, ranks, steps, self.start, warmup, config.lr)
-        self.tracker.forget_after(self.start if found else -1)
-        if found:
-            self.tracker.event("resume", self.start, checkpoint=str(found))
-            say(f"going on after step {self.start} from {found}")
-        if ranks.first:
-            write_config(self.folder, recipe, config, ds, {"identity": self.identity, "ranks": ranks.world})
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    def log(self, step: int, meter: Meter, totals: Totals, positions: int, parts=None, **more) -> None:
-        """The record of one applied step, numbered from 1; `positions`: those that hold a clip.
-
-        The loss is the mean over codebooks, or with `parts`, the names of what adds up to it, the sum of their means.
-        """
-        self.skips = 0
-        seconds = time.monotonic() - meter.began
-        record = {
-            "loss": (totals.losses / totals.counts).sum() if parts else totals.losses.sum() / totals.counts.sum(),
-            **more,
-            "tokens": positions,
-            "padding": 1 - positions / totals.padded,
-            "tokens_per_s": positions / seconds,
-            "data_wait_s": meter.waited,
-            "step_s": seconds,
-            **memory_gb(self.ranks),
-        }
-        names = parts or [f"channel_{i}" for i in range(len(totals.losses))]
-        means = totals.losses / totals.counts
-        record |= {f"loss_{name}": float(loss) for name, loss in zip(names, means, strict=True)}
-        self.tracker.step(step, record)
-
-    def skip(self, step: int, meter: Meter, all_ids: list[str]) -> None:
-        """A step that was not finite on some rank and so not applied on any; too many in a row end the run."""
-        self.skips += 1
-        names = gather_names(meter.broken_ids(), self.ranks) or all_ids
-        self.tracker.event("skip", step, ids=names)
-        say(f"warning: step {step} skipped, loss or gradient not finite; clips: {', '.join(names[:20])}")
-        if self.skips >= self.config.max_skips:
-            self.wait_for_checkpoint()
-            raise UserError(
-                f"{self.skips} steps in a row were not finite (--max-skips), last with clips {', '.join(names[:5])};"
-                f" the checkpoints in {self.checkpoints} are from before."
-            )
-
-    def save(self, step: int, score: float | None, extra: dict | None = None, mine: dict | None = None) -> None:
-        """A checkpoint in the background; the one before must be on disk first."""
-        began, config = time.monotonic(), self.config
-        self.wait_for_checkpoint()
-        state = {"step": step, "identity": self.identity, "extra": extra or {}}
-        self.pending = checkpoint.save(
-            self.checkpoints, self.engine, state, self.average, self.ranks, config.keep, score, mine, config.async_save
-        )
-        self.tracker.event("checkpoint", step, path=str(self.pending.path), stall_s=time.monotonic() - began)
-
-    def wait_for_checkpoint(self) -> None:
-        if self.pending:
-            self.pending.wait()
-        self.pending = None
-
-    def first_eval(self) -> dict:
-        """The evaluation before the first step, which later ones are set against; of an earlier process after a
-        resume. The same on every rank."""
-
-        def read() -> dict:
-            lines = self.tracker.path.read_text(encoding="utf-8").splitlines() if self.tracker.path.exists() else []
-            found = [record for record in map(json.loads, lines) if record.get("event") == "eval"]
-            return next((record for record in found if record["step"] == 0), {})
-
-        return on_first(read, self.ranks)
-
-    def stop(self, step: int) -> None:
-        """Ends a run that a signal wants to end, after it was saved."""
-        self.wait_for_checkpoint()
-        self.tracker.event("preempted", step)
-        say(f"stopped by a signal after step {step}; the same command with --out {self.folder} goes on")
-        report_outcome(EXIT_STOPPED)
-        all_sum([0.0], self.ranks)  # srun kills all at the first exit that is not 0: the first rank has spoken by now
-        raise Stopped
-
-    def finish(self, steps: int) -> None:
-        self.wait_for_checkpoint()
-        self.tracker.event("done", steps)
-        self.tracker.close()
-
-
-def fresh(folder: Path) -> None:
-    """An empty folder under this name."""
+def empty_folder(folder: Path) -> None:
+    """Makes an empty folder, deleting what was there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def replace(draft: Path, final: Path) -> None:
-    """Puts a finished folder in place of an older one."""
+def replace_folder(draft: Path, final: Path) -> None:
+    """Moves a finished folder into the place of an older one."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         final.rename(old)
     draft.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def demo_assets(process: Process, demo: str) -> Path:
+    """The tiny model, codec and corpus that data/demos/<demo>.py makes, built once by a process of its own."""
+    folder = ROOT / "runs" / f"demo-assets-{demo}"
+    say("embedded demo: a tiny random model and a synthetic corpus; for the real thing use --model and --data")
+
+    def build() -> None:
+        command = [sys.executable, ROOT / "data" / "demo.py", "--out", folder, "--model", demo]
+        if subprocess.run(command, check=False).returncode:
+            raise UserError("data/demo.py could not build the demo assets; see its message above.")
+
+    on_main(build, process)
+    return folder

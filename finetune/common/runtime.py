@@ -1,4 +1,4 @@
-"""Ranks, device, printing, signals and the end of a process. Imports torch only where it is needed."""
+"""This process among the ranks: device, printing, signals, small collectives, exit. Imports torch only where needed."""
 
 import contextlib
 import faulthandler
@@ -21,19 +21,26 @@ DEFAULT_PORT = "29500"
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Process:
+    """This process as one of `world` ranks."""
+
     rank: int
     world: int
     device: object  # torch.device
-    resident: int = 0  # bytes that this process took before it had a model
+    resident: int = 0  # bytes of host memory in use before a model was loaded
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
 
+def world_size() -> int:
+    """Number of ranks, as the launcher says; known before anything heavy is imported."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def say(*words) -> None:
-    """Prints on the first rank only, at once."""
+    """Prints on the main rank only, unbuffered."""
     if os.environ.get("RANK", "0") == "0":
         _print(" ".join(map(str, words)), sys.stdout)
 
@@ -53,12 +60,12 @@ def redact(text: str) -> str:
 
 # ---- signals ---------------------------------------------------------------------------------------------------
 
-_stop_wanted = False  # no threading.Event: its lock would wait for itself when a signal interrupts a handler
+_stop_wanted = False  # not a threading.Event: its lock would deadlock when a signal interrupts a handler
 _launchers = []  # DeepSpeed's launcher and runner, and launch.sh, when they started this process
 
 
 def catch_signals() -> None:
-    """SIGTERM, SIGUSR1 or SIGINT asks for a stop; the loop saves at the next step that all ranks agree on."""
+    """SIGTERM, SIGUSR1 and SIGINT request a stop; the loop saves at the next step, on all ranks alike."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: request_stop())
     if b"deepspeed.launcher.launch" in _proc(os.getppid(), "cmdline"):
@@ -71,56 +78,53 @@ def request_stop() -> None:
 
 
 def stop_requested() -> bool:
-    """Also when a launcher is gone: most signals kill them without a word to the ranks."""
+    """True after a signal, or when a launcher has died: most signals kill a launcher without reaching the ranks."""
     return _stop_wanted or (bool(_launchers) and _launchers != _ancestors(len(_launchers)))
 
 
 def _ancestors(generations: int) -> list[int]:
-    """Parent, grandparent, ..."""
-    found = [os.getppid()]
-    while len(found) < generations:
-        facts = _proc(found[-1], "stat").rpartition(b")")[2].split()
-        found.append(int(facts[1]) if facts else 0)
-    return found
+    """Process ids of parent, grandparent, ..."""
+    pids = [os.getppid()]
+    while len(pids) < generations:
+        stat = _proc(pids[-1], "stat").rpartition(b")")[2].split()
+        pids.append(int(stat[1]) if stat else 0)
+    return pids
 
 
 def _proc(pid: int | str, name: str) -> bytes:
-    """A file of /proc; empty if the process has ended, or on macOS."""
+    """The content of a file in /proc; empty if the process has ended, and on macOS."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
 
 
-def bar_codecs() -> None:
-    """A training process never loads a codec or a resampler; importing one fails from here on.
+def forbid_codec_imports() -> None:
+    """Makes importing a codec or a resampler fail: a training process needs none.
 
-    transformers would import torchaudio and librosa by itself, which takes seconds a rank.
+    transformers would import torchaudio and librosa by itself, which costs seconds on every rank.
     """
     for name in ("dac", "audiotools", "torchaudio", "librosa"):
         sys.modules[name] = None
 
 
 class Stopped(Exception):
-    """A signal ended the run early with everything saved."""
+    """Raised to end a run early, after a signal, with everything saved."""
 
 
-def run_main(main, config) -> None:
-    """Runs a recipe's main and ends the process with the documented exit code.
-
-    0 finished, 75 stopped by a signal with everything saved, 2 a user's mistake, 1 anything else.
-    """
+def run_main(main, config, *more) -> None:
+    """Runs main(config, *more) and exits: 0 finished, 75 stopped by a signal and saved, 2 user error, 1 any other."""
     global _hang_timeout
     _hang_timeout = getattr(config, "hang_timeout", 0)
     still_alive()
     try:
-        main(config)
+        main(config, *more)
         code = 0
     except Stopped:
         code = EXIT_STOPPED
     except UserError as error:
-        # All ranks usually find the same mistake: the first speaks at once, the others only if the launcher does
-        # not end them meanwhile.
+        # All ranks usually find the same mistake. The main rank reports it at once; the others wait, and report it
+        # only if the launcher has not ended them by then.
         first = os.environ.get("RANK", "0") == "0"
         quiet_until = time.monotonic() + (0 if first else 5)
         while time.monotonic() < quiet_until and not stop_requested():
@@ -136,7 +140,7 @@ def run_main(main, config) -> None:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # Not sys.exit: a rank that failed must not wait at interpreter exit for peers stuck in a collective.
+    # Not sys.exit: a rank that failed must not wait at interpreter exit for peers that are stuck in a collective.
     os._exit(code)
 
 
@@ -144,14 +148,14 @@ _hang_timeout = 0.0
 
 
 def still_alive() -> None:
-    """Starts the time of --hang-timeout anew. When it runs out, the stacks of all threads are printed and the process
-    ends: from C, since a rank that waits for a stalled one may hold Python's lock."""
+    """Restarts the --hang-timeout clock. When it runs out, all stacks are printed and the process exits; this happens
+    in C, because a rank that waits for a stalled peer may hold the GIL."""
     if _hang_timeout:
         faulthandler.dump_traceback_later(_hang_timeout, exit=True, file=sys.__stderr__)
 
 
 def report_outcome(code: int) -> None:
-    """Tells launch.sh how it ended: DeepSpeed's own runner exits 0 after some deaths."""
+    """Tells launch.sh how the run ended: DeepSpeed's runner exits with 0 even after some deaths of its ranks."""
     marker = os.environ.get("AUDIO_FINETUNE_OUTCOME")
     if marker and os.environ.get("RANK", "0") == "0":
         Path(marker).write_text(f"{code}\n")
@@ -160,9 +164,9 @@ def report_outcome(code: int) -> None:
 # ---- ranks -----------------------------------------------------------------------------------------------------
 
 
-def start_ranks(timeout_minutes: float = 30) -> Ranks:
-    """Joins the process group that the launcher described; a plain `python` start is one rank."""
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed's checkpoints are pickles
+def init_process(timeout_minutes: float = 30) -> Process:
+    """Joins the process group that the launcher set up; started with plain `python`, this is the only rank."""
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed checkpoints are pickles
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -170,8 +174,8 @@ def start_ranks(timeout_minutes: float = 30) -> Ranks:
     os.environ.setdefault("MASTER_PORT", DEFAULT_PORT)
     rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     ranks_here = int(os.environ.get("LOCAL_SIZE", world))
-    # DeepSpeed compiles its operators with the ninja it finds in PATH. Another version than the environment's own
-    # takes the finished ones for stale and compiles them again, a minute each time.
+    # DeepSpeed compiles its operators with the first ninja in PATH. One of another version than the environment's own
+    # considers the compiled operators stale and rebuilds them, which takes a minute each time.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     note = Path(tempfile.gettempdir()) / f"audio-finetune-port-{os.getuid()}-{os.getppid()}"
     if os.environ["MASTER_PORT"] == DEFAULT_PORT and ranks_here == world:
@@ -181,11 +185,12 @@ def start_ranks(timeout_minutes: float = 30) -> Ranks:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    deepspeed.utils.logger.setLevel("WARNING")
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
-        # Ranks that each start a thread a core fight for the cores: 2 ranks on 2 cores ran at half speed.
+        # If every rank starts one thread per core, they fight for the cores: 2 ranks on 2 cores ran at half speed.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), verbose=False)
     if rank == 0:
@@ -193,18 +198,18 @@ def start_ranks(timeout_minutes: float = 30) -> Ranks:
     if world > 1:
         torch.distributed.barrier()
         _drop_buffer_name(rank)
-    return Ranks(rank, world, torch.device(accelerator.device_name(local_rank)), resident_bytes("VmRSS"))
+    return Process(rank, world, torch.device(accelerator.device_name(local_rank)), resident_bytes("VmRSS"))
 
 
 def _drop_buffer_name(rank: int) -> None:
-    """DeepSpeed's CPU collectives leave 66 MB a rank in /dev/shm after every run. Once all ranks have mapped the
-    buffer its name can go: the memory then goes with the last process, however that one ends."""
+    """DeepSpeed's CPU collectives leave 66 MB per rank in /dev/shm after every run. Once all ranks have mapped the
+    buffer, its name can be removed: the memory is then freed with the last process, however that one ends."""
     job = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{job}_{rank}").unlink(missing_ok=True)
 
 
 def _agree_on_free_port(rank: int, world: int, note: Path) -> str:
-    """DeepSpeed gives every job of a host port 29500. The ranks of a job share a parent, so they meet in a file."""
+    """DeepSpeed gives every job on a host port 29500. Ranks of one job share a parent, so they agree through a file."""
     if rank == 0:
         port = _free_port(DEFAULT_PORT)
         if world == 1:
@@ -216,7 +221,7 @@ def _agree_on_free_port(rank: int, world: int, note: Path) -> str:
     started = time.time()
     while not (note.exists() and note.stat().st_mtime > started - 300):
         if time.time() - started > 300:
-            raise UserError(f"the first rank did not say which port it took (no file {note}).")
+            raise UserError(f"rank 0 did not publish the port it chose (no file {note}).")
         time.sleep(0.05)
     return note.read_text()
 
@@ -232,65 +237,75 @@ def _free_port(wanted: str) -> str:
     raise UserError("no free port on this machine.")
 
 
-def all_sum(values, ranks: Ranks):
-    """Sum over all ranks of a small float64 vector; returns a numpy array."""
+def all_sum(values, process: Process):
+    """Sum of a small float64 vector over all ranks, as a numpy array. Every rank must call it."""
     import torch
     import torch.distributed as dist
 
     vector = torch.as_tensor(values, dtype=torch.float64).clone()
-    if ranks.world > 1:
-        vector = vector.to(ranks.device)
+    if process.world > 1:
+        vector = vector.to(process.device)
         dist.all_reduce(vector)
     still_alive()
     return vector.cpu().numpy()
 
 
-def from_first(value, ranks: Ranks):
-    """The first rank's Python value on every rank."""
+def barrier(process: Process) -> None:
+    """Waits until every rank is here."""
+    all_sum([0.0], process)
+
+
+def any_rank(condition: bool, process: Process) -> bool:
+    """Whether the condition holds on at least one rank. Every rank must call it."""
+    return bool(all_sum([float(condition)], process)[0])
+
+
+def from_main(value, process: Process):
+    """The main rank's Python value, on every rank."""
     import torch.distributed as dist
 
     box = [value]
-    if ranks.world > 1:
-        dist.broadcast_object_list(box, src=0, device=ranks.device)
+    if process.world > 1:
+        dist.broadcast_object_list(box, src=0, device=process.device)
     return box[0]
 
 
-def gather_names(names: list, ranks: Ranks) -> list:
-    """The names of all ranks, on every rank."""
-    if ranks.world == 1:
-        return names
+def gather_lists(items: list, process: Process) -> list:
+    """The items of all ranks, in rank order, on every rank."""
+    if process.world == 1:
+        return items
     import torch.distributed as dist
 
-    boxes = [None] * ranks.world
-    dist.all_gather_object(boxes, names)
-    return [name for box in boxes for name in box]
+    boxes = [None] * process.world
+    dist.all_gather_object(boxes, items)
+    return [item for box in boxes for item in box]
 
 
-def on_first(work, ranks: Ranks):
-    """What `work()` returns on the first rank, on every rank; a mistake it finds is raised on all of them."""
-    found, mistake = None, None
-    if ranks.first:
+def on_main(work, process: Process):
+    """Calls `work()` on the main rank only and returns its result on every rank; a UserError is raised on all."""
+    result, mistake = None, None
+    if process.is_main:
         try:
-            found = work()
+            result = work()
         except UserError as error:
             mistake = str(error)
-    found, mistake = from_first((found, mistake), ranks)
+    result, mistake = from_main((result, mistake), process)
     if mistake:
         raise UserError(mistake)
-    return found
+    return result
 
 
-def memory_gb(ranks: Ranks) -> dict:
-    """Peak memory of this process: on the card, or resident on a CPU machine."""
-    if ranks.device.type == "mps":
+def memory_gb(process: Process) -> dict:
+    """Peak memory of this process: on the GPU, or resident memory on a CPU machine."""
+    if process.device.type == "mps":
         import torch
 
         return {"vram_gb": round(torch.mps.driver_allocated_memory() / 2**30, 3)}
-    if ranks.device.type == "cuda":
+    if process.device.type == "cuda":
         import torch
 
         return {"vram_gb": round(torch.cuda.max_memory_allocated() / 2**30, 3)}
-    if ranks.device.type != "cpu":
+    if process.device.type != "cpu":
         from deepspeed.accelerator import get_accelerator
 
         return {"vram_gb": round(get_accelerator().max_memory_allocated() / 2**30, 3)}
@@ -298,14 +313,14 @@ def memory_gb(ranks: Ranks) -> dict:
 
 
 def free_memory() -> float:
-    """Bytes that this machine can still give without swapping."""
-    found = re.search(rb"^MemAvailable:\s+(\d+) kB", _proc("", "meminfo"), re.M)
-    return int(found[1]) * 1024 if found else float("inf")
+    """Bytes of host memory that are available without swapping."""
+    line = re.search(rb"^MemAvailable:\s+(\d+) kB", _proc("", "meminfo"), re.M)
+    return int(line[1]) * 1024 if line else float("inf")
 
 
 def resident_bytes(field: str) -> int:
-    """VmRSS: now; VmHWM: at most so far. getrusage would not do: a child begins with its parent's peak as its own."""
-    found = re.search(rf"^{field}:\s+(\d+) kB".encode(), _proc("self", "status"), re.M)
-    if not found:  # macOS, where ru_maxrss counts bytes
+    """VmRSS: now; VmHWM: peak so far. Not getrusage: there a child inherits its parent's peak."""
+    line = re.search(rf"^{field}:\s+(\d+) kB".encode(), _proc("self", "status"), re.M)
+    if not line:  # macOS, where ru_maxrss is in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(found[1]) * 1024
+    return int(line[1]) * 1024

@@ -1,4 +1,4 @@
-"""Samples without idle ranks: texts are dealt to all ranks, and a separate low-priority process decodes them.
+"""Samples without idle ranks: prompts are dealt to all ranks, and a separate low-priority process decodes the codes.
 
 A training process never loads a codec: it writes codes (.npy) and facts (.json); data/decode.py makes the audio.
 """
@@ -11,29 +11,29 @@ from pathlib import Path
 
 import numpy as np
 
-from common.runtime import Ranks
+from common.runtime import Process
 
 DECODER = Path(__file__).resolve().parents[2] / "data" / "decode.py"
 
 
-def take_samples(prompts: list[dict], speak, folder: Path, ranks: Ranks, all_ranks_must_join: bool) -> list[Path]:
-    """Speaks this rank's share of `prompts` ({"name", "text", ...}); returns the files of codes it wrote.
+def take_samples(prompts: list[dict], speak, folder: Path, process: Process, all_ranks_must_join: bool) -> list[Path]:
+    """Generates this rank's share of `prompts` ({"name", "text", ...}); returns the files of codes it wrote.
 
-    `speak(prompts)` returns codes and facts a prompt. There is no barrier: the next collective is the next training
-    step. A failure is printed and does not stop training. Under ZeRO-3 every rank must run the model, so a rank
-    without a prompt speaks the first one and throws it away, and one that fails would leave the others' collectives.
+    `speak(prompts)` returns codes and facts per prompt. There is no barrier: the next collective is the next training
+    step. A failure is printed and does not stop training. Under ZeRO-3 every rank must run the model: a rank without a
+    prompt generates the first one and discards it, and a failure on one rank would hang the others, so it is raised.
     """
-    mine = prompts[ranks.rank :: ranks.world]
-    if not mine and not all_ranks_must_join:
+    share = prompts[process.rank :: process.world]
+    if not share and not all_ranks_must_join:
         return []
     try:
-        spoken = speak(mine or prompts[:1])
-    except Exception as error:  # whatever a model does while speaking: the training goes on
-        if all_ranks_must_join and ranks.world > 1:
+        spoken = speak(share or prompts[:1])
+    except Exception as error:  # whatever goes wrong in generation, training continues
+        if all_ranks_must_join and process.world > 1:
             raise
-        print(f"warning: rank {ranks.rank} could not make samples: {error!r}", flush=True)
+        print(f"warning: rank {process.rank} could not make samples: {error!r}", flush=True)
         return []
-    return write_all(folder, mine, spoken)
+    return write_all(folder, share, spoken)
 
 
 def make_and_decode(
@@ -43,22 +43,23 @@ def make_and_decode(
     codec: str | None,
     run: Path,
     step: int,
-    ranks: Ranks,
+    process: Process,
     all_ranks_must_join: bool,
 ) -> list:
-    """Samples of one step and, once a run, `recorded(prompt)` (the codec's ceiling); the decoders it started."""
+    """Makes the samples of one step and, once per run, those of `recorded(prompt)`, the codec's ceiling; returns the
+    decoder processes it started."""
     board = run / "tensorboard"
-    files = take_samples(prompts, speak, run / "samples" / f"step-{step:08d}", ranks, all_ranks_must_join)
+    files = take_samples(prompts, speak, run / "samples" / f"step-{step:08d}", process, all_ranks_must_join)
     decoders = [start_decoder(files, codec, board, step)]
     truth = run / "samples" / "recorded"
-    if ranks.first and not truth.exists():
+    if process.is_main and not truth.exists():
         files = write_all(truth, prompts, [(recorded(prompt), {}) for prompt in prompts])
         decoders.append(start_decoder(files, codec, board, 0))
     return decoders
 
 
 def write_all(folder: Path, prompts: list[dict], spoken: list) -> list[Path]:
-    """Codes and facts of each prompt on disk; a disk that refuses them is a warning."""
+    """Writes codes and facts of each prompt; a failing disk is only a warning."""
     try:
         return [write_codes(folder, prompt, *result) for prompt, result in zip(prompts, spoken, strict=False)]
     except OSError as error:
@@ -75,8 +76,8 @@ def write_codes(folder: Path, prompt: dict, codes: np.ndarray, facts: dict) -> P
 
 
 def start_decoder(files: list[Path], codec: str | None, board: Path, step: int) -> subprocess.Popen | None:
-    """Turns codes into .wav and .png in the background; its output goes to decode.log beside them."""
-    if not files or not codec:  # codes that came without their codec cannot be heard
+    """Starts turning codes into .wav and .png in the background; its output goes to decode.log next to them."""
+    if not files or not codec:  # without their codec, codes cannot be decoded
         return None
     command = [sys.executable, DECODER, "--codec-weights", codec, "--tensorboard", board, "--step", str(step)]
     try:
@@ -100,12 +101,12 @@ def wait_for(decoders: list) -> None:
 
 
 def repeat_share(codes: np.ndarray) -> float:
-    """Share of frames equal to the one before: near 1 the model hangs on one sound."""
+    """Fraction of frames equal to the one before; near 1 the model is stuck on one sound."""
     return float((codes[1:] == codes[:-1]).all(axis=1).mean()) if len(codes) > 1 else 0.0
 
 
 def write_wave(folder: Path, facts: dict, wave: np.ndarray, rate: int) -> None:
-    """A sound that needs no decoder: .wav, .png and .json, named by facts["name"]. A failure is only a warning."""
+    """Writes a waveform as .wav, .png and .json, named by facts["name"]. A failure is only a warning."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""One process without DeepSpeed: what a recipe needs of an engine, on a CPU, an Apple or an NVIDIA GPU.
+"""--no-deepspeed: the part of a DeepSpeed engine that the recipes use, in one process on a CPU, Apple or NVIDIA GPU.
 
-The losses are those of a DeepSpeed run with one rank; there is no sharding, no offload and no bf16.
+The losses equal those of a DeepSpeed run with one rank. No sharding, no offload, no bf16.
 """
 
 from pathlib import Path
@@ -9,25 +9,29 @@ import torch
 
 from common.config import RunConfig, UserError
 from common.engine import LossModule
-from common.optim import build_optimizer, parameter_groups
-from common.runtime import Ranks
+from common.runtime import Process
 
-DS = {"zero_optimization": {"stage": 0}}  # what stage_of and the memory table ask
+DS = {"zero_optimization": {"stage": 0}}  # all that stage_of, build_optimizer and the memory prediction read
 
 
-def one_process(config: RunConfig) -> Ranks:
+def one_process(config: RunConfig) -> Process:
+    """This process as the only rank, on the best device there is."""
     if config.precision != "fp32":
-        raise UserError("--no-deepspeed has no fp32 masters beside bf16 weights: add --precision fp32.")
-    kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    return Ranks(0, 1, torch.device(next(kind for kind, there in kinds.items() if there)))
+        raise UserError("--no-deepspeed keeps no fp32 master weights next to bf16 ones: add --precision fp32.")
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "mps" if torch.backends.mps.is_available() else "cpu"
+    return Process(0, 1, torch.device(device))
 
 
 class PlainEngine:
-    """The methods of a DeepSpeed engine that the recipes call, with the same meaning."""
+    """The methods and attributes of a DeepSpeed engine that the recipes and common/ use, with the same meaning."""
 
     def __init__(self, module: LossModule, optimizer, config: RunConfig):
-        self.module, self.optimizer, self.config, self.micro_steps = module, optimizer, config, 0
-        self.checkpoint_engine = None  # common/checkpoint.py lends one
+        self.module, self.optimizer, self.config = module, optimizer, config
+        self.micro_steps = self.global_steps = 0
+        self.checkpoint_engine = None  # common/checkpoint.py sets one while it saves
 
     def __call__(self, batch):
         return self.module(batch)
@@ -44,12 +48,16 @@ class PlainEngine:
     def backward(self, loss, scale_wrt_gas: bool = False) -> None:
         loss.backward()
 
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
     def step(self) -> None:
         if self.is_gradient_accumulation_boundary():
             trained = [p for p in self.module.parameters() if p.requires_grad]
-            torch.nn.utils.clip_grad_norm_(trained, self.config.clip)
+            torch.nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.zero_grad()
+            self.global_steps += 1
         self.micro_steps += 1
 
     def save_checkpoint(self, folder: str, tag: str, **_) -> None:
@@ -61,16 +69,15 @@ class PlainEngine:
     def load_checkpoint(self, folder: str, tag: str, **_) -> tuple[str, dict]:
         file = Path(folder) / tag / "plain.pt"
         state = torch.load(file, map_location="cpu", weights_only=True)
-        mine = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         with torch.no_grad():
-            for name, parameter in mine.items():
+            for name, parameter in trained.items():
                 parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         return str(file), {}
 
 
-def start_engine(model, compute_loss, config: RunConfig, ranks: Ranks, no_decay: tuple[str, ...], rate_scale=None):
-    """As engine.start_engine, without DeepSpeed."""
-    model.to(ranks.device)
-    groups = parameter_groups(model, config.weight_decay, no_decay, rate_scale)
-    return PlainEngine(LossModule(model, compute_loss), build_optimizer(groups, config, False), config)
+def start_engine(model, loss_fn, optimizer, config: RunConfig, process: Process) -> PlainEngine:
+    """As engine.start_engine, without DeepSpeed. Parameters are moved to the device in place, so the optimizer that was
+    built on them stays valid."""
+    return PlainEngine(LossModule(model.to(process.device), loss_fn), optimizer, config)

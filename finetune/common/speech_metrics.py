@@ -1,7 +1,7 @@
 """Measures of speech quality against a clean recording, as numpy functions of float samples at 16 kHz.
 
-Nothing here imports torch: the processes that compute PESQ beside a training stay small.
-PESQ, STOI: packages. LLR, WSS, segmental SNR and the composites CSIG, CBAK, COVL: Hu and Loizou's definitions.
+Nothing here imports torch: the processes that compute PESQ during training stay small.
+PESQ and STOI come from packages; LLR, WSS, segmental SNR and the composites CSIG, CBAK and COVL follow Hu and Loizou.
 """
 
 import numpy as np
@@ -9,8 +9,8 @@ import numpy as np
 RATE = 16000
 FRAME, SHIFT = 480, 120  # 30 ms every 7.5 ms
 LPC_ORDER = 16
-KEPT = 0.95  # LLR and WSS leave out the worst 5 % of the frames
-INT16 = 32768.0  # composites are defined on int16 samples: on -1..1 the energy floor of WSS would cut real sound
+KEPT = 0.95  # LLR and WSS ignore the worst 5 % of the frames
+INT16 = 32768.0  # composites are defined on int16 samples: on -1..1 the energy floor of WSS would cut off real sound
 
 # Critical bands of WSS: centres and bandwidths in Hz
 CENTRES = np.array(
@@ -28,7 +28,7 @@ HIGHER_IS_BETTER = ("pesq", "csig", "cbak", "covl", "ssnr", "stoi", "estoi", "si
 
 
 def pesq_wb(clean: np.ndarray, estimate: np.ndarray) -> tuple[float, str]:
-    """Wide-band PESQ and "", or NaN and the reason why there is none: never an invented value."""
+    """Wide-band PESQ and "", or NaN and the reason why there is none; never a made-up value."""
     from pesq import pesq
 
     if not np.isfinite(estimate).all():
@@ -45,8 +45,8 @@ def stoi(clean: np.ndarray, estimate: np.ndarray, extended: bool = False) -> flo
     from pystoi import stoi as measure
 
     before = np.random.get_state()
-    np.random.seed(0)  # the extended one adds noise of 1e-16: an evaluation would not give the same numbers twice
-    with warnings.catch_warnings():  # a sound with too little speech: it warns and returns 1e-5
+    np.random.seed(0)  # extended STOI adds noise of 1e-16: without a seed an evaluation would not repeat exactly
+    with warnings.catch_warnings():  # for a sound with too little speech it warns and returns 1e-5
         warnings.simplefilter("error", RuntimeWarning)
         try:
             return float(measure(clean, estimate, RATE, extended=extended))
@@ -69,14 +69,14 @@ def si_sdr(clean: np.ndarray, estimate: np.ndarray) -> float:
 
 
 def sdr(clean: np.ndarray, estimate: np.ndarray) -> float:
-    """Signal-to-distortion ratio in dB; the level counts. NaN for silence, and for an estimate that is not finite."""
+    """Signal-to-distortion ratio in dB, sensitive to the level. NaN for silence and for non-finite estimates."""
     clean, estimate = clean.astype(np.float64), estimate.astype(np.float64)
     speech, noise = np.dot(clean, clean), np.square(estimate - clean).sum()
     return float(10 * np.log10(speech / max(noise, 1e-20))) if speech and np.isfinite(noise) else float("nan")
 
 
 def lsd(clean: np.ndarray, estimate: np.ndarray, size: int = 512, shift: int = 256) -> float:
-    """Log-spectral distance in dB: root mean square over the bins of a frame, mean over the frames."""
+    """Log-spectral distance in dB: root mean square over bins, mean over frames."""
     if len(clean) < size:
         return float("nan")
     window = np.hanning(size + 1)[:-1]
@@ -88,7 +88,7 @@ def lsd(clean: np.ndarray, estimate: np.ndarray, size: int = 512, shift: int = 2
 
 
 def gain(clean: np.ndarray, estimate: np.ndarray) -> float:
-    """The level of the clean speech in the estimate: 1 is right. PESQ, STOI and SI-SDR cannot see it."""
+    """The level of the clean speech in the estimate; 1 is right. PESQ, STOI and SI-SDR do not depend on it."""
     energy = np.dot(clean, clean)
     return float(np.dot(estimate, clean) / energy) if energy else float("nan")
 
@@ -146,8 +146,8 @@ def llr(clean: np.ndarray, estimate: np.ndarray) -> float:
 def _band_filters() -> np.ndarray:
     """(25, 512) Gaussian critical-band filters."""
     bins = WSS_FFT // 2
-    hz_a_bin = RATE / 2 / bins
-    centre, width = np.floor(CENTRES / hz_a_bin), WIDTHS / hz_a_bin
+    hz_per_bin = RATE / 2 / bins
+    centre, width = np.floor(CENTRES / hz_per_bin), WIDTHS / hz_per_bin
     distance = (np.arange(bins) - centre[:, None]) / width[:, None]
     filters = np.exp(-11 * distance**2 + np.log(WIDTHS.min() / WIDTHS)[:, None])
     return filters * (filters > np.exp(-30 / (2 * 2.303)))
@@ -159,7 +159,7 @@ def _slopes(wave: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     energy = 10 * np.log10(np.maximum(spectrum @ _band_filters().T, 1e-10))
     slope = np.diff(energy, axis=1)
     bands = slope.shape[1]
-    peak = np.empty_like(slope)  # energy of the nearest peak: uphill to the right, or to the left
+    peak = np.empty_like(slope)  # energy of the nearest peak, uphill to the right or to the left
     for i in range(bands):
         right = np.full(len(slope), bands)
         for n in range(bands - 1, i - 1, -1):
@@ -175,7 +175,7 @@ def _slopes(wave: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wss(clean: np.ndarray, estimate: np.ndarray) -> float:
-    """Weighted spectral slope distance, of int16 samples."""
+    """Weighted spectral slope distance between int16 signals."""
     count = int(len(clean) / SHIFT - FRAME / SHIFT)
     (slope_c, weight_c), (slope_e, weight_e) = _slopes(clean, count), _slopes(estimate, count)
     weight = (weight_c + weight_e) / 2
@@ -195,7 +195,7 @@ def composites(clean: np.ndarray, estimate: np.ndarray, pesq: float) -> dict[str
 
 
 def measure(clean: np.ndarray, estimate: np.ndarray) -> dict[str, float]:
-    """Every measure of one sound; NaN where one is not defined, such as PESQ of silence."""
+    """All measures of one sound; NaN where a measure is undefined, such as PESQ of silence."""
     clean, estimate = clean.astype(np.float64), estimate.astype(np.float64)
     score, _ = pesq_wb(clean, estimate)
     long_enough = len(clean) >= 2 * FRAME + 1

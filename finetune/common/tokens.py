@@ -1,7 +1,7 @@
 """The token dataset: codes read zero-copy from a memory-mapped Arrow column.
 
-A dataset is a `datasets` folder (save_to_disk) plus `dataset.json`, which names the codec and holds a checksum an
-Arrow file: a flipped bit or a cut tail otherwise loads without a word.
+A dataset is a `datasets` folder (save_to_disk) plus `dataset.json`, which names the codec and holds a checksum per
+Arrow file: without it a flipped bit or a truncated file would load silently.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ HELD_OUT = ["eval", "dev", "val", "valid", "validation", "test"]  # values of `s
 
 
 class TokenDataset(ArrowDataset):
-    """Clips of codes with their texts. `frames[i]` is the length; `codes(i)` is a (T, C) view, nothing is copied."""
+    """Clips of codes with their texts. `frames[i]` is the length; `codes(i)` is a (T, C) view without a copy."""
 
     kind, maker = "token dataset", "data/encode.py"
     facts = ("codec", "sample_rate", "hop", "codebooks", "codebook_size", "channels")
@@ -29,7 +29,7 @@ class TokenDataset(ArrowDataset):
         self._values, self._chunk, self._start = flat_views(self.table.column("codes"), lengths, self, what)
 
     def column(self, name: str):
-        """A whole column as Arrow holds it; None where the dataset has none of this name."""
+        """A whole Arrow column; None if the dataset has no column of this name."""
         return self._columns.get(name)
 
     def label(self, name: str, i: int) -> str | None:
@@ -44,7 +44,7 @@ class TokenDataset(ArrowDataset):
         return flat.reshape(-1, self.channels)
 
     def long_texts(self, limit: int) -> np.ndarray:
-        """Indices of the texts with more than `limit` UTF-8 bytes, without a Python string a clip."""
+        """Indices of the texts with more than `limit` UTF-8 bytes, found without a Python string per clip."""
         import pyarrow.compute as pc
 
         return np.flatnonzero(pc.binary_length(self._columns["text"]).to_numpy() > limit)
@@ -57,7 +57,7 @@ class TokenDataset(ArrowDataset):
         return np.flatnonzero(pc.fill_null(found, False).to_numpy())
 
     def rows_of_split(self, train: bool) -> np.ndarray:
-        """The rows to train on, or to evaluate on, as the column `split` says; all where it says nothing."""
+        """The rows to train on, or to evaluate on, according to the column `split`; all rows without that column."""
         everything = np.arange(len(self))
         if "split" not in self._columns:
             return everything
@@ -70,7 +70,7 @@ class TokenDataset(ArrowDataset):
         return everything[held_out] if held_out.any() else everything
 
     def require(self, **facts) -> None:
-        """Refuses a dataset that another codec made, naming both values."""
+        """Refuses a dataset that was made with another codec, naming both values."""
         for name, wanted in facts.items():
             if self.info.get(name) != wanted:
                 raise UserError(
@@ -79,7 +79,7 @@ class TokenDataset(ArrowDataset):
                 )
 
     def verify(self) -> None:
-        """Reads everything once: checksums, id range, empty clips, duplicate ids."""
+        """Checks checksums and code ranges, and looks for empty clips and duplicate ids."""
         self.verify_files()
         size = self.info["codebook_size"]
         for number, values in enumerate(self._values):

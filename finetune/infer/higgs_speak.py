@@ -1,10 +1,10 @@
-"""Speak with a voice that a recording shows, by a model that higgs_clone.py trained; or merge an adapter.
+"""Speak in the voice of a recording with a model trained by higgs_clone.py, or merge an adapter into its base.
 
     python finetune/infer/higgs_speak.py --adapter runs/my-voices/export --ref voice.wav --ref-text "What it says." \\
         --text "Hello." --wav hello.wav
     python finetune/infer/higgs_speak.py --adapter runs/my-voices/export --merge my-higgs
 
---model instead of --adapter takes a whole folder: a full preset's export, a merged one, or the base.
+--model instead of --adapter takes a whole model: the export of a full preset, a merged folder, or the base.
 """
 
 import argparse
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 
 from common.config import EXIT_USER_ERROR, UserError
 
-FRAMES_A_SECOND = 25  # of the Higgs codec
+FRAMES_PER_SECOND = 25  # of the Higgs codec
 DATA = Path(__file__).resolve().parents[2] / "data"
 
 
@@ -28,41 +28,46 @@ def parse_args():
     )
     add = parser.add_argument
     add("--adapter", help="folder that higgs_clone.py exported with a LoRA preset")
-    add("--model", help="whole model; with --adapter: another base than the one it names")
-    add("--revision", default="", help="revision of the base on the hub")
-    add("--ref", type=Path, help="recording of the voice")
-    add("--ref-text", help="what the recording says")
-    add("--text", help="what to say")
-    add("--scene", help="where it is said (default: a quiet room)")
-    add("--wav", help="where to write the sound")
-    add("--codec", help="codec: hub id or folder; default: the one the model names")
-    add("--seconds", type=float, default=20.0, help="longest output (default: %(default)s)")
-    add("--greedy", action="store_true", help="most likely codes instead of sampling")
-    add("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    add("--merge", help="write base + adapter as one model folder instead of speaking")
-    add("--codec-name", help="codec that the merged folder names (default: the published one's hub id)")
+    add("--model", help="whole model: hub id or folder; with --adapter: base to use instead of the one it names")
+    add("--revision", default="", help="revision of the base on the hub; empty = the adapter's, or the newest")
+    add("--ref", type=Path, help="recording of the voice to clone")
+    add("--ref-text", help="transcript of the recording")
+    add("--text", help="text to speak")
+    add("--scene", help="description of the recording scene (default: a quiet room)")
+    add("--wav", help="output file")
+    add("--codec", help="codec: hub id or folder (default: the one that the model names)")
+    add("--seconds", type=float, default=20.0, help="maximum length of the output (default: %(default)s)")
+    add("--greedy", action="store_true", help="greedy decoding instead of random sampling")
+    add("--seed", type=int, default=0, help="seed of the random sampling (default: %(default)s)")
+    add(
+        "--merge",
+        metavar="FOLDER",
+        help="merge the adapter into the base and write this model folder instead of speaking",
+    )
+    add("--codec-name", help="hub id of the codec, written into the merged folder (default: the published one)")
     return parser.parse_args()
 
 
 def load_tuned(adapter: str | None, base: str | None, revision: str):
-    """Base model, with its adapter if there is one, fp32; where it came from, revision and how texts are taken."""
+    """The model in fp32, with its adapter if there is one; its base, the base's revision, and whether texts are
+    normalised."""
     import torch
 
     from models.higgs.weights import load_higgs
 
-    facts, training = {}, {}
+    adapter_config, training = {}, {}
     if adapter:
         try:
-            facts = json.loads(Path(adapter, "adapter_config.json").read_text(encoding="utf-8"))
+            adapter_config = json.loads(Path(adapter, "adapter_config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise UserError(f"--adapter {adapter} holds no readable adapter_config.json.") from None
+            raise UserError(f"--adapter {adapter} has no readable adapter_config.json.") from None
     elif not base:
         raise UserError("give --adapter or --model.")
-    source = base or facts["base_model_name_or_path"]
-    revision = revision or ("" if base else facts.get("revision") or "")
-    settings = Path(adapter or base) / "training_config.json"
-    if settings.is_file():
-        training = json.loads(settings.read_text(encoding="utf-8"))
+    source = base or adapter_config["base_model_name_or_path"]
+    revision = revision or ("" if base else adapter_config.get("revision") or "")
+    file = Path(adapter or base) / "training_config.json"
+    if file.is_file():
+        training = json.loads(file.read_text(encoding="utf-8"))
     model = load_higgs(source, revision, torch.float32)
     if adapter:
         from peft import PeftModel
@@ -72,7 +77,7 @@ def load_tuned(adapter: str | None, base: str | None, revision: str):
 
 
 def merge(args) -> None:
-    """Base + adapter as a folder in the native format; whole or absent."""
+    """Writes base and adapter as one model folder; complete or absent."""
     from models.higgs.weights import CODEC, write_model
 
     out = Path(args.merge)
@@ -82,9 +87,9 @@ def merge(args) -> None:
         raise UserError("--merge needs --adapter.")
     model, source, revision, _ = load_tuned(args.adapter, args.model, args.revision)
     merged = model.merge_and_unload()
-    facts = {"adapter": args.adapter, "base": source, "revision": revision}
+    training = {"adapter": args.adapter, "base": source, "revision": revision}
     codec = CODEC if args.codec_name is None else args.codec_name
-    write_model(out, merged, dict(merged.state_dict()), source, revision, codec, facts)
+    write_model(out, merged, dict(merged.state_dict()), source, revision, codec, training)
     print(f"merged model in {out}")
 
 
@@ -98,7 +103,7 @@ def say_text(args) -> None:
     from models.higgs.weights import codec_of, load_tokenizer
 
     if bool(args.ref) != bool(args.ref_text):
-        raise UserError("--ref and --ref-text go together: the model reads what the voice says.")
+        raise UserError("--ref and --ref-text go together: the model needs the transcript of the reference.")
     model, source, revision, normalise = load_tuned(args.adapter, args.model, args.revision)
     tokenizer = load_tokenizer(source, revision)
     layout, chat = layout_of(model.config, tokenizer), Chat(tokenizer, normalise)
@@ -106,22 +111,22 @@ def say_text(args) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "speech.npy"
         segments = [encode(args.ref, codec, Path(scratch))] if args.ref else []
-        said = chat.text(args.ref_text, "--ref-text") if args.ref else None
-        [ids] = chat.ids([chat.prompt(chat.text(args.text, "--text"), said, args.scene, answer=False)])
+        ref_text = chat.text(args.ref_text, "--ref-text") if args.ref else None
+        [ids] = chat.ids([chat.prompt(chat.text(args.text, "--text"), ref_text, args.scene, answer=False)])
         row = build_row("--text", ids, segments, layout, answer=False)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        frames = int(args.seconds * FRAMES_A_SECOND)
+        frames = int(args.seconds * FRAMES_PER_SECOND)
         [spoken] = speak(model, [row], layout, frames, args.seed, greedy=args.greedy)
         if spoken.refused:
-            raise UserError(f"nothing to hear ({spoken.refused}); try another --seed or a longer --text.")
+            raise UserError(f"the model generated no speech ({spoken.refused}); try another --seed or a longer --text.")
         np.save(file, spoken.codes, allow_pickle=False)
         run_data("decode.py", "--codec-weights", codec, file)
         Path(args.wav).write_bytes(file.with_suffix(".wav").read_bytes())
-    print(f"{len(spoken.codes) / FRAMES_A_SECOND:.2f} s in {args.wav}{'' if spoken.ended else ' (cut at --seconds)'}")
+    print(f"{len(spoken.codes) / FRAMES_PER_SECOND:.2f} s in {args.wav}{'' if spoken.ended else ' (cut at --seconds)'}")
 
 
 def encode(recording: Path, codec: str, scratch: Path):
-    """Codes (T, K) of a recording, by data/encode.py, which refuses what is silent, broken or too short."""
+    """Codes (T, K) of a recording, from data/encode.py, which refuses silent, broken and too short files."""
     import numpy as np
 
     from common.tokens import TokenDataset
@@ -131,14 +136,15 @@ def encode(recording: Path, codec: str, scratch: Path):
     line = {"id": "reference", "audio": recording.name, "text": "x"}
     (scratch / "reference.jsonl").write_text(json.dumps(line))
     out = scratch / "tokens"
-    place = ["--source", scratch / "reference.jsonl", "--audio-root", recording.parent, "--out", out]
-    run_data("encode.py", "--codec", "higgs", "--codec-weights", codec, "--format", "jsonl", *place)
+    paths = ["--source", scratch / "reference.jsonl", "--audio-root", recording.parent, "--out", out]
+    run_data("encode.py", "--codec", "higgs", "--codec-weights", codec, "--format", "jsonl", *paths)
     return np.array(TokenDataset(str(out)).codes(0))
 
 
-def run_data(script: str, *words) -> None:
+def run_data(script: str, *arguments) -> None:
+    """Runs a command of data/ in a separate process, and passes its error message on."""
     done = subprocess.run(
-        [sys.executable, DATA / script, *map(str, words)], capture_output=True, text=True, check=False
+        [sys.executable, DATA / script, *map(str, arguments)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]

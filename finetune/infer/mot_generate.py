@@ -1,4 +1,4 @@
-"""Make music with an adapter that llama_mot.py trained, or write its tables into a plain Llama folder.
+"""Generate music with an adapter that llama_mot.py trained, or write its embeddings into a plain Llama folder.
 
 python finetune/infer/mot_generate.py --adapter runs/my-music/export --caption "A slow piano." --wav piano.wav
 python finetune/infer/mot_generate.py --adapter runs/my-music/export --caption "..." --continue start.npy --wav more.wav
@@ -23,24 +23,35 @@ def parse_args():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--adapter", required=True, help="folder that llama_mot.py exported")
-    parser.add_argument("--model", help="Llama; default: the one the adapter names")
-    parser.add_argument("--caption", help="what the music is like")
-    parser.add_argument("--wav", help="where to write the sound; codes (.npy) and facts (.json) go beside it")
-    parser.add_argument("--codec", help="EnCodec: folder or hub id; default: the one the adapter was trained with")
-    parser.add_argument("--continue", dest="start", metavar="NPY", help="codes (frames, codebooks) to go on from")
-    parser.add_argument("--seconds", type=float, default=10.0, help="longest new music (default: %(default)s)")
-    parser.add_argument("--min-seconds", type=float, default=0.0, help="no end before (default: %(default)s)")
+    parser.add_argument("--model", help="Llama: hub id or local folder; default: the one in the adapter's config")
+    parser.add_argument("--caption", help="text prompt: what the music is like")
+    parser.add_argument("--wav", help="output file; codes (.npy) and settings (.json) are written next to it")
+    parser.add_argument("--codec", help="EnCodec: hub id or local folder; default: the one of the training data")
+    parser.add_argument("--continue", dest="start", metavar="NPY", help="continue these codes (frames, codebooks)")
     parser.add_argument(
-        "--temperature", type=float, nargs="+", default=[1.0], help="one, or one a codebook; 0 = most likely"
+        "--seconds", type=float, default=10.0, help="maximum length of the new music (default: %(default)s)"
     )
-    parser.add_argument("--top-k", type=int, default=250, help="0 = all codes (default: %(default)s)")
-    parser.add_argument("--guidance", type=float, default=3.0, help="1 = off (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--merge-tables", help="write Llama with the music rows in its tables instead of playing")
+    parser.add_argument(
+        "--min-seconds", type=float, default=0.0, help="minimum length of the new music (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[1.0], help="one value, or one per codebook; 0 = greedy"
+    )
+    parser.add_argument("--top-k", type=int, default=250, help="top-k sampling; 0 = all codes (default: %(default)s)")
+    parser.add_argument(
+        "--guidance", type=float, default=3.0, help="classifier-free guidance scale; 1 = off (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
+    parser.add_argument(
+        "--merge-tables",
+        metavar="DIR",
+        help="write Llama with the music rows in its embedding tables instead of generating",
+    )
     return parser.parse_args()
 
 
-def play(args) -> None:
+def make_music(args) -> None:
+    """Writes --wav, and the codes and settings next to it."""
     import numpy as np
     import torch
 
@@ -51,20 +62,22 @@ def play(args) -> None:
 
     model, description = load_adapter(Path(args.adapter), args.model, torch.float32)
     layout, codec = model.layout, description["codec"]
-    if args.guidance != 1 and not description["training"]["caption_dropout"]:
-        raise UserError(f"--guidance {args.guidance:g}: this adapter never saw music without a caption; use 1.")
+    if args.guidance != 1 and not description["training"]["text_dropout"]:
+        raise UserError(
+            f"--guidance {args.guidance:g}: this adapter never saw music without a caption; use --guidance 1."
+        )
     if len(args.temperature) not in (1, layout.codebooks):
-        raise UserError(f"--temperature takes 1 or {layout.codebooks} numbers.")
+        raise UserError(f"--temperature takes 1 or {layout.codebooks} values.")
     weights = args.codec or codec["weights"]
     if not weights:
-        raise UserError("--codec is needed: the adapter's dataset does not know its codec's weights.")
+        raise UserError("--codec is needed: the adapter's config does not name the codec's weights.")
     prefix = np.zeros((0, layout.codebooks), dtype=np.int64)
     if args.start:
         try:
             prefix = np.load(args.start, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"--continue {args.start} cannot be read: {error}.") from None
-        code_ids(prefix, layout)  # names what does not fit
+        code_ids(prefix, layout)  # raises if codes are out of range
     tokenizer = Tokenizer(args.model or description["base_model_name_or_path"])
     rate = codec["sample_rate"] / codec["hop"]
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,18 +94,18 @@ def play(args) -> None:
         prefixes=[prefix],
     )
     wav = Path(args.wav)
-    whole = np.concatenate([prefix, codes]).astype(np.int16)
-    decode(whole, weights, wav)
-    np.save(wav.with_suffix(".npy"), whole, allow_pickle=False)
+    all_codes = np.concatenate([prefix, codes]).astype(np.int16)
+    decode(all_codes, weights, wav)
+    np.save(wav.with_suffix(".npy"), all_codes, allow_pickle=False)
     digest = hashlib.sha256((Path(args.adapter) / "adapter_model.safetensors").read_bytes()).hexdigest()
-    facts = {"caption": args.caption, "seed": args.seed, "temperature": args.temperature, "top_k": args.top_k}
-    facts |= {"guidance": args.guidance, "adapter_sha256": digest, "ended": ended, **collapse(codes)}
-    wav.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    settings = {"caption": args.caption, "seed": args.seed, "temperature": args.temperature, "top_k": args.top_k}
+    settings |= {"guidance": args.guidance, "adapter_sha256": digest, "ended": ended, **collapse(codes)}
+    wav.with_suffix(".json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     print(f"{len(codes) / rate:.2f} s in {wav}{'' if ended else ' (cut at --seconds)'}")
 
 
 def decode(codes, weights: str, wav: Path) -> None:
-    """Codes to sound by data/decode.py; a failure is an error, and nothing is written in its place."""
+    """Decodes codes with data/decode.py; if that fails, no file is written."""
     import numpy as np
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -100,20 +113,21 @@ def decode(codes, weights: str, wav: Path) -> None:
         np.save(file, codes, allow_pickle=False)
         decoder = Path(__file__).resolve().parents[2] / "data" / "decode.py"
         if subprocess.run([sys.executable, decoder, "--codec-weights", weights, file], check=False).returncode:
-            raise UserError(f"--codec {weights} could not decode the music; see its message above.")
+            raise UserError(f"--codec {weights} could not decode the music; see the message above.")
         wav.write_bytes(file.with_suffix(".wav").read_bytes())
 
 
 def merge(args) -> None:
+    """Writes the folder --merge-tables."""
     import torch
 
     from models.mot.weights import load_adapter, merge_tables
 
     out = Path(args.merge_tables)
     if out.exists():
-        raise UserError(f"--merge-tables {out} exists already.")
+        raise UserError(f"--merge-tables {out} already exists.")
     merge_tables(load_adapter(Path(args.adapter), args.model, torch.float32)[0], out)
-    print(f"Llama with music rows in {out}; playing still needs the adapter")
+    print(f"Llama with music rows in {out}; generating music still needs the adapter")
 
 
 def main() -> None:
@@ -122,9 +136,9 @@ def main() -> None:
         if args.merge_tables:
             merge(args)
         elif args.caption and args.wav:
-            play(args)
+            make_music(args)
         else:
-            raise UserError("give --caption and --wav to make music, or --merge-tables.")
+            raise UserError("give --caption and --wav to generate music, or --merge-tables.")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

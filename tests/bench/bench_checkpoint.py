@@ -28,23 +28,25 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    from common import checkpoint, engine
+    from common import checkpoint, engine, optim
     from common.config import RunConfig
+    from common.contracts import LossOutput
     from common.ds_config import resolve_ds
-    from common.runtime import start_ranks
+    from common.runtime import init_process
 
-    ranks = start_ranks()
+    ranks = init_process()
     width = 1000
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(args.millions)))
     config = RunConfig(precision="fp32", lr=1e-4)
     ds = resolve_ds(str(ROOT / "ds_configs/zero2.json"), config, 1)
-    ds_engine = engine.start_engine(model, lambda net, x: net(x).square().sum(), config, ds, ())
-    average = engine.Average(ds_engine, 0.0)
+    optimizer = optim.build_optimizer(optim.parameter_groups(model, 0.0, ()), config, ds)
+    ds_engine = engine.start_engine(model, lambda net, x: LossOutput(net(x).square().sum(), {}), optimizer, ds)
+    ema = engine.Ema(ds_engine, 0.0)
     scratch = Path(tempfile.mkdtemp(prefix="bench-checkpoint-"))
 
     def step() -> float:
         began = time.perf_counter()
-        engine.backward(ds_engine, ds_engine(torch.randn(256, width)), 1.0, 1)
+        engine.backward(ds_engine, ds_engine(torch.randn(256, width)).loss_sum, 1.0, 1)
         engine.take_step(ds_engine)
         return time.perf_counter() - began
 
@@ -54,7 +56,7 @@ def main() -> None:
         for place, row in enumerate(rows.values()):
             state = {"step": 2 * number + place, "identity": {}}
             began = time.perf_counter()
-            pending = checkpoint.save(scratch, ds_engine, state, average, ranks, 2, None, background=bool(place))
+            pending = checkpoint.save(scratch, ds_engine, state, ema, ranks, 2, None, background=bool(place))
             stall = time.perf_counter() - began
             beside = step()
             while pending.thread.is_alive():

@@ -27,8 +27,8 @@ FORMS = {
 }
 
 
-def plain_forms(cmgan):
-    """Puts the published way of writing into the modules."""
+def plain_forms(network):
+    """Replaces the modules' forward passes with the published ones."""
     import torch
     from torch import einsum
 
@@ -47,21 +47,20 @@ def plain_forms(cmgan):
         out, gate = x.chunk(2, dim=1)
         return out * gate.sigmoid()
 
-    cmgan.Attention.forward = attention
-    cmgan.Swish.forward = lambda self, x: x * x.sigmoid()
-    cmgan.Glu.forward = gated
+    network.Attention.forward = attention
+    network.Swish.forward = lambda self, x: x * x.sigmoid()
+    network.Glu.forward = gated
 
 
 def one(form: str, seconds: float, channels: int) -> None:
     import torch
 
-    from models.cmgan import network as cmgan
-    from models.cmgan import signal
+    from models.cmgan import network, signal
 
     if form == "plain":
-        plain_forms(cmgan)
+        plain_forms(network)
     torch.manual_seed(0)
-    generator, judge = cmgan.TSCNet(channels), cmgan.Discriminator()
+    generator, judge = network.TSCNet(channels), network.Discriminator()
     generator.set_compute(*FORMS[form])
     began, used = time.perf_counter(), time.process_time()
     loss = step(generator, judge, signal, seconds)
@@ -73,11 +72,13 @@ def step(generator, judge, signal, seconds: float) -> float:
     """Forward and backward of the generator's loss, then of the discriminator's."""
     import torch
 
+    from cmgan import loss_terms
+
     torch.manual_seed(1)
     pair = signal.normalise(*torch.randn(2, 1, int(seconds * signal.RATE)))
     estimate = signal.estimate(generator(signal.spectrum(pair.noisy)), pair)
     judge.requires_grad_(False)
-    loss = signal.generator_terms(estimate, judge).sum()
+    loss = sum(term.sum() for term in loss_terms(estimate, judge).values())
     loss.backward()
     judge.requires_grad_(True)
     made = estimate.detach()

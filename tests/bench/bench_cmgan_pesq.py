@@ -40,10 +40,10 @@ def main() -> None:
 
     import cmgan
     from common.ds_config import resolve_ds
-    from common.runtime import start_ranks
+    from common.runtime import init_process
     from models.cmgan.labels import Labels
 
-    pairs = ensure_demo(ROOT / "runs" / "demo-assets-cmgan", "cmgan") / "pairs"
+    pairs = ensure_demo(ROOT / "runs" / "demo-assets-pairs", "pairs") / "mild"
     config = cmgan.Config(
         channels=args.channels,
         seconds=args.seconds,
@@ -53,7 +53,7 @@ def main() -> None:
         steps=99,
         gradient_checkpointing=False,
     )
-    ranks = start_ranks()
+    ranks = init_process()
     ds = resolve_ds("ds_configs/zero2.json", config, 1)
     engines = cmgan.start_engines(*cmgan.build_model(config, ds), config, ds)
     crops, _, _ = cmgan.build_data(config, ranks)

@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "finetune"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from common import speech_metrics as speech
-from models.diffusion_buffer.diagnose import overfit, pair
+from common import speech_metrics
+from helpers.diffusion_buffer_support import overfit, pair
 from models.diffusion_buffer.enhance import enhance_at
 from models.diffusion_buffer.signal import Spec
 
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def level(clean, wave) -> float:
-    return speech.si_sdr(clean.astype(np.float64), wave.astype(np.float64))
+    return speech_metrics.si_sdr(clean.astype(np.float64), wave.astype(np.float64))
 
 
 if __name__ == "__main__":

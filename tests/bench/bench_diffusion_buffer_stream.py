@@ -1,4 +1,4 @@
-"""Streaming speed on one core: real-time factor, and the work a frame as a clip gets longer.
+"""Streaming speed on one core: real-time factor, and the work per frame as a clip gets longer.
 
 OMP_NUM_THREADS=1 python tests/bench/bench_diffusion_buffer_stream.py [--published]
 
@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "finetune"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 
-from models.diffusion_buffer.diagnose import awake, pair
+from helpers.diffusion_buffer_support import pair
+from models.diffusion_buffer.diagnose import randomised
 from models.diffusion_buffer.enhance import Stream, Traced
 from models.diffusion_buffer.network import build_network
 from models.diffusion_buffer.signal import RATE, Spec
@@ -33,11 +35,11 @@ def main() -> None:
     torch.set_num_threads(1)
     published = "--published" in sys.argv
     lengths = [1.0] if published else [2.5, 10.0, 20.0]
-    print("                             real-time factor           ms a frame, clock   ms a frame, processor")
+    print("                             real-time factor           ms per frame, clock   ms per frame, processor")
     print("network                  s   clock   processor   traced   median   95 %       of the first and last quarter")
     for name, spec in (PUBLISHED if published else DEMO).items():
         torch.manual_seed(0)
-        network = awake(build_network(spec.network, spec.width, spec.block)).eval()
+        network = randomised(build_network(spec.network, spec.width, spec.block)).eval()
         for seconds, traced in [*((s, True) for s in lengths), (lengths[-1 if published else 1], False)]:
             clock, processor = measure(Traced(network, spec) if traced else network, spec, seconds)
             hop, quarter = spec.hop / RATE, len(clock) // 4

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
-    parser.add_argument("--steps", type=int, default=6, help="steps a side and round")
+    parser.add_argument("--steps", type=int, default=6, help="steps per side and round")
     args = parser.parse_args()
 
     import numpy as np
@@ -30,42 +30,44 @@ def main() -> None:
     from demo import ensure_demo
 
     import dia_lora
-    from common import engine
+    from common import engine, optim
     from common.ds_config import resolve_ds
+    from common.metrics import Meter
     from common.plan import Plan
-    from common.runtime import all_sum, start_ranks
+    from common.runtime import init_process
     from common.tokens import TokenDataset
     from models.dia.data import Clips
-    from models.dia.evaluate import compute_loss
     from models.dia.layout import layout_of
     from models.dia.weights import load_dia
 
-    ranks = start_ranks()
-    demo = ensure_demo(ROOT / "runs" / "demo-assets")
+    process = init_process()
+    demo = ensure_demo(ROOT / "runs" / "demo-assets-dia")
     assets = {"model": str(demo / "dia"), "data": str(demo / "tokens" / "train")}
     # A constant, small rate: all sides then walk through the same weights and can be compared step by step.
-    config = dia_lora.Config(**assets, precision="fp32", lora_dropout=0.0, lr=1e-4, weight_decay=0.0, micro_tokens=2048)
+    config = dia_lora.Config(**assets, precision="fp32", lora_dropout=0.0, lr=1e-4, micro_tokens=2048)
     layout = layout_of(load_dia(config.model, torch.float32).config)
     clips = Clips(TokenDataset(config.data), layout, config, {}, train=True)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
-    loss_of = functools.partial(compute_loss, clips=clips)
+    loss_fn = functools.partial(dia_lora.compute_loss, clips=clips)
 
     def batch_of(step):
         epoch, chosen = plan.micro_batch(step)
-        return clips.batch(chosen, epoch, step), clips.target_weight(chosen, epoch), clips.lengths[chosen].sum()
+        return clips.batch(chosen, epoch), clips.target_weight(chosen, epoch), clips.lengths[chosen].sum()
 
     def deepspeed_side(stage):
         ds = resolve_ds(f"ds_configs/zero{stage}.json", config, 1)
         model = dia_lora.build_model(config, ds, {})
-        ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("lora_",))
+        optimizer = optim.build_optimizer(optim.parameter_groups(model, 0.0, ()), config, ds)
+        ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
 
         def step(number):
             batch, weight, _ = batch_of(number)
-            loss_sum, stats = ds_engine(batch)
-            engine.backward(ds_engine, loss_sum, weight, 1)
+            meter = Meter()
+            output = ds_engine(batch)
+            engine.backward(ds_engine, output.loss_sum, weight, 1)
+            meter.add(batch, output)
             engine.take_step(ds_engine)
-            loss, count = all_sum(stats.flatten(), ranks).reshape(2, -1).sum(1)
-            return loss / count
+            return meter.reduce(process).loss_sum / weight
 
         return step
 
@@ -78,14 +80,13 @@ def main() -> None:
         def step(number):
             batch, weight, _ = batch_of(number)
             if own_loss:
-                loss_sum, _ = loss_of(model, batch)
-                loss = loss_sum / weight
+                loss = loss_fn(model, batch).loss_sum / weight
             else:
                 labels = batch["labels"].transpose(1, 2).flatten(0, 1)
                 inputs = {k: v for k, v in batch.items() if k not in ("labels", "ids")}
                 loss = model(**inputs, labels=labels, use_cache=False).loss
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, config.clip)
+            torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             return loss.item()

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python tests/bench/bench_mot_loss.py
 
-full logits: torch's cross-entropy over both tables glued together. full: --loss-vocab full. audio: --loss-vocab audio.
-Peak memory is the rise of the kernel's high-water mark in a fresh process a side.
+full logits: torch's cross-entropy over both tables concatenated. all: --loss-vocab all. audio: --loss-vocab audio.
+Peak memory is the rise of the kernel's high-water mark, in a fresh process per side.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def sides():
     torch.manual_seed(0)
     layout = Layout(V, ids="shared")
     text = torch.nn.Parameter(torch.randn(V, WIDTH) * 0.02, requires_grad=False)
-    heads = {"full": AudioHead(layout, WIDTH, text), "audio": AudioHead(layout, WIDTH)}
+    heads = {"all": AudioHead(layout, WIDTH, text), "audio": AudioHead(layout, WIDTH)}
     for head in heads.values():
         torch.nn.init.normal_(head.weight, std=0.002, generator=torch.Generator().manual_seed(1))
     codes = np.random.default_rng(0).integers(0, 2048, (FRAMES, 4))
@@ -42,7 +42,7 @@ def sides():
         for head in heads.values():
             head.weight.grad = None
         if side == "full logits":
-            weight = heads["full"].weight
+            weight = heads["all"].weight
             loss = F.cross_entropy(hidden @ torch.cat([text, weight]).T, flat, reduction="sum")
         else:
             weight = heads[side].weight
@@ -64,9 +64,9 @@ def main() -> None:
     if args.probe:
         print(peak_mb(lambda: run(args.probe)))
         return
-    for expected, found in zip(run("full logits"), run("full"), strict=True):
+    for expected, found in zip(run("full logits"), run("all"), strict=True):
         assert abs(expected - found) <= 1e-4 * abs(expected), (expected, found)
-    times = {"full logits": [], "full": [], "audio": []}
+    times = {"full logits": [], "all": [], "audio": []}
     peaks = {}
     for side in times:
         peaks[side] = float(subprocess.check_output([sys.executable, __file__, "--probe", side], text=True))

@@ -2,9 +2,9 @@
 on 2 ranks, with the memory it took beside the prediction.
 
     python tests/bench/bench_mot_size.py                 about 11 GB of memory, 4 GB of disk in --scratch
-    python tests/bench/bench_mot_size.py --size tiny     the same way in seconds, for a look
+    python tests/bench/bench_mot_size.py --size tiny     the same in seconds, to try it out
 
-Clips are 3 frames long: a CPU without bf16 instructions computes the backward pass at 0.6 GFLOP/s a core.
+Clips are 3 frames long: a CPU without bf16 instructions computes the backward pass at 0.6 GFLOP/s per core.
 """
 
 import argparse

@@ -56,9 +56,9 @@ def random_clips():
 def one_rank():
     import torch
 
-    from common.runtime import Ranks
+    from common.runtime import Process
 
-    return Ranks(0, 1, torch.device("cpu"))
+    return Process(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -67,13 +67,13 @@ def joined():
     environment that this took, which is not left behind for other tests."""
     import torch.distributed as dist
 
-    from common.runtime import start_ranks
+    from common.runtime import init_process
 
     before = dict(os.environ)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-    ranks = start_ranks()
+    ranks = init_process()
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}
     os.environ.clear()
     os.environ.update(before)
@@ -83,7 +83,7 @@ def joined():
 
 @pytest.fixture(scope="module")
 def ranks(joined):
-    """The one rank, in the environment that start_ranks makes."""
+    """The one rank, in the environment that init_process sets up."""
     ranks, added = joined
     with pytest.MonkeyPatch.context() as patch:
         for name, value in added.items():

@@ -26,15 +26,22 @@ IDENTITY = {"lr": 1e-3, "data_fingerprint": "abc", "lora_groups": ["attn"]}
 
 def build(seed, ema=0.9):
     """An engine over a tiny network, one part of it frozen as LoRA's base is."""
-    from common.engine import Average, start_engine
+    from common.contracts import LossOutput
+    from common.engine import Ema, start_engine
+    from common.optim import build_optimizer, parameter_groups
 
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     model[0].bias.requires_grad_(False)
-    config = RunConfig(precision="fp32", lr=1e-2, clip=100.0)
+    config = RunConfig(precision="fp32", lr=1e-2, max_grad_norm=100.0)
     ds = resolve_ds("ds_configs/zero2.json", config, int(os.environ.get("WORLD_SIZE", "1")))
-    engine = start_engine(model, lambda net, batch: (net(batch[0]) - batch[1]).square().sum(), config, ds, ("bias",))
-    return engine, Average(engine, ema)
+    optimizer = build_optimizer(parameter_groups(model, config.weight_decay, ("bias",)), config, ds)
+
+    def loss_fn(net, batch):
+        return LossOutput((net(batch[0]) - batch[1]).square().sum(), {})
+
+    engine = start_engine(model, loss_fn, optimizer, ds)
+    return engine, Ema(engine, ema)
 
 
 def train(engine, average, steps):
@@ -42,7 +49,8 @@ def train(engine, average, steps):
 
     for step in steps:
         draw = torch.Generator().manual_seed(step)
-        backward(engine, engine((torch.randn(6, 4, generator=draw), torch.randn(6, 3, generator=draw))), 6.0, 1)
+        batch = torch.randn(6, 4, generator=draw), torch.randn(6, 3, generator=draw)
+        backward(engine, engine(batch).loss_sum, 6.0, 1)
         assert take_step(engine)[0]
         average.update(step)
 
@@ -50,7 +58,7 @@ def train(engine, average, steps):
 def weights(engine, average):
     from common.engine import full_weights
 
-    with average.in_place():
+    with average.applied():
         averaged = full_weights(engine)
     return list(full_weights(engine).values()) + list(averaged.values())
 
@@ -184,8 +192,8 @@ sys.path[:0] = {path!r}
 from test_checkpoint_helper import build, save
 from pathlib import Path
 from common import checkpoint
-from common.runtime import start_ranks
-ranks = start_ranks()
+from common.runtime import init_process
+ranks = init_process()
 engine, average = build(0)
 folder = Path({folder!r})
 save(folder, engine, average, ranks, 1)
@@ -275,7 +283,7 @@ def do_harm(file, harm):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
-@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt", "average-*.pt", "trainer_state.json"])
+@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt", "ema-*.pt", "trainer_state.json"])
 def test_harm_to_any_file_is_found_and_named(saved, ranks, harm, pattern):
     (file,) = saved.rglob(pattern)
     do_harm(file, harm)
@@ -347,12 +355,12 @@ class Payload:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt", "average-*.pt"])
+@pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt", "ema-*.pt"])
 def test_a_planted_pickle_never_runs_though_its_checksum_is_right(saved, ranks, tmp_path, pattern):
     (file,) = saved.rglob(pattern)
     marker = tmp_path / "it-ran"
     content = torch.load(file, weights_only=False)
-    torch.save({"inside": Payload(marker), "rest": content} if pattern != "average-*.pt" else [Payload(marker)], file)
+    torch.save({"inside": Payload(marker), "rest": content} if pattern != "ema-*.pt" else [Payload(marker)], file)
     manifest = json.loads((saved / "manifest.json").read_text())
     manifest[str(file.relative_to(saved))] = hashlib.sha256(file.read_bytes()).hexdigest()
     (saved / "manifest.json").write_text(json.dumps(manifest))
@@ -404,17 +412,17 @@ def slow_disk(monkeypatch):
 def test_a_checkpoint_in_the_background_holds_the_step_it_was_asked_for(ranks, tmp_path, monkeypatch):
     engine, average = build(0)
     train(engine, average, range(3))
-    go, state = slow_disk(monkeypatch), {"step": 3, "identity": IDENTITY, "extra": {"seen": [1, 2]}}
+    go, state = slow_disk(monkeypatch), {"step": 3, "identity": IDENTITY, "loop_state": {"seen": [1, 2]}}
     pending = checkpoint.save(tmp_path, engine, state, average, ranks, 2, None, background=True)
     train(engine, average, range(3, 5))  # would be in the file if it were not copied
-    state["extra"]["seen"].append(3)
+    state["loop_state"]["seen"].append(3)
     assert listed(tmp_path) == [] and pending.thread.is_alive()
     go.set()
     pending.wait()
     expected = weights(engine, average)
     again, its_average = build(0)
     loaded = checkpoint.load(checkpoint.choose("auto", tmp_path, ranks), again, its_average, ranks, IDENTITY)
-    assert loaded["extra"] == {"seen": [1, 2]}
+    assert loaded["loop_state"] == {"seen": [1, 2]}
     train(again, its_average, range(3, 5))
     assert all(torch.equal(a, b) for a, b in zip(weights(again, its_average), expected, strict=True))
 
@@ -437,15 +445,15 @@ def test_a_file_that_cannot_be_written_is_an_error_where_it_is_waited_for(saved,
 
 
 TWO_RANKS = """
-import sys
+import os, sys
 sys.path[:0] = {path!r}
 import torch
 from test_checkpoint_helper import build, start_save
 from pathlib import Path
 from common import checkpoint
 from common.config import UserError
-from common.runtime import start_ranks
-ranks = start_ranks()
+from common.runtime import init_process
+ranks = init_process()
 engine, average = build(0)
 folder = Path({folder!r})
 start_save(folder, engine, average, ranks, 1).wait()
@@ -457,11 +465,12 @@ if ranks.rank == 1:
         torch.save = full
     else:  # to a disk that the first rank does not see
         checkpoint.write_json = lambda path, value: None if path.name.startswith("done-") else real(path, value)
-checkpoint.SEEN_SECONDS = 2
+checkpoint.VISIBLE_SECONDS = 2
 try:
     start_save(folder, engine, average, ranks, 2).wait()
 except UserError as error:
-    print("refused:", error)
+    print("refused:", error, flush=True)
+os._exit(0)  # as the recipes end: at interpreter exit the ranks would tear down their process group against each other
 """
 
 
@@ -494,7 +503,7 @@ def test_a_full_disk_is_foreseen(trained, ranks, tmp_path):
             save(folder / "checkpoints", *trained, ranks, 3)
         assert list((folder / "checkpoints").iterdir()) == []
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
-        with pytest.raises(UserError, match=f"no checkpoint can be written to {folder}.* .Read-only file system"):
+        with pytest.raises(UserError, match=f"checkpoints cannot be written to {folder}.* .Read-only file system"):
             save(folder / "checkpoints", *trained, ranks, 3)
     finally:
         subprocess.run(["umount", folder], check=True)
@@ -558,7 +567,7 @@ def test_two_engines_and_what_a_rank_holds_are_saved_and_go_on_together(ranks, t
 
     (again, average), (partner, other) = build(0), build(3)
     checkpoint.load(path, {"g": again, "d": partner}, average, ranks, IDENTITY)
-    assert torch.equal(checkpoint.load_mine(path, ranks)["past"], mine["past"])
+    assert torch.equal(checkpoint.load_rank_state(path, ranks)["past"], mine["past"])
     for engine, its_average in ((again, average), (partner, other)):
         train(engine, its_average, range(2, 4))
     found = weights(again, average) + [p.clone() for p in partner.module.parameters()]

@@ -1,8 +1,8 @@
 """Flags to config and back."""
 
-import argparse
 import dataclasses
 import importlib
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,63 +11,35 @@ from typing import Literal
 
 import pytest
 
-from common.config import EXIT_USER_ERROR, RunConfig, flag, parse_args
+from common.config import EXIT_USER_ERROR, HF_ALIASES, RunConfig, build_parser, flag, parse_args
 from helpers import support
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # Every flag of every recipe. A change here changes users' commands: make it on purpose, and say so in the README.
 RUN_FLAGS = """
-    --ds --deepspeed_config --model --data --eval-data --out --resume
+    --config --ds --deepspeed_config --model --data --eval-data --out --resume
     --force-resume --no-force-resume --hang-timeout --dry-run --no-dry-run
-    --verify-data --no-verify-data
-    --steps --epochs --lr --lr-floor-action --warmup --min-lr-ratio --micro-tokens --accumulation --seed
-    --optimizer --weight-decay --clip --ema --precision --gradient-checkpointing --no-gradient-checkpointing
+    --steps --epochs --lr --warmup --min-lr-ratio --micro-tokens --accumulation --seed
+    --optimizer --weight-decay --max-grad-norm --ema --precision --gradient-checkpointing --no-gradient-checkpointing
     --max-skips
-    --save-every --async-save --no-async-save --keep --eval-every --sample-every --samples --export --no-export
+    --save-every --keep --eval-every --sample-every --samples --export --no-export
 """
 DIA_FLAGS = """
     --text-mode --tag-dropout --tag-limit --tag-map --allow-empty-text --no-allow-empty-text
-    --over-long-text --max-seconds --over-long --uncond --uncond-scope --channel-weights --eos-weight
+    --over-long-text --max-seconds --over-long --text-dropout --channel-weights --eos-weight
     --min-eos-recall --sample-frames
 """
-PAIR_FLAGS = f"""
-    {RUN_FLAGS.replace("--micro-tokens", "")} --test-data --enhance --micro-batch --eval-files --seconds --hold-out
-    --pesq-workers
+ALIASES = """
+    --learning-rate --num-train-epochs --max-steps --gradient-accumulation-steps --warmup-steps --warmup-ratio
+    --save-steps --eval-steps --save-total-limit --output-dir --resume-from-checkpoint --bf16
 """
-NOT_OF_BUFFER = "--test-data --seconds --gradient-checkpointing --no-gradient-checkpointing".split()
-BUFFER_FLAGS = " ".join(word for word in PAIR_FLAGS.split() if word not in NOT_OF_BUFFER)
 FLAGS = {
-    "cmgan": f"""{PAIR_FLAGS} --diagnose --disc-lr-ratio --schedule --decay-epochs --decay
-        --channels --disc-channels --w-ri --w-mag --w-time --w-gan --noisy-term --no-noisy-term --replay
-        --gate --gate-open --gate-close --gan-ramp --probe --probe-every --max-pesq-invalid --window-seconds
-    """,
-    "diffusion_buffer": f"""
-        {BUFFER_FLAGS}
-        --doctor --no-doctor --deep --no-deep --safe --no-safe --overfit --delay --temperature
-        --refresh-context --no-refresh-context --redraw-start --no-redraw-start --schedule --patience --drop --best-by
-        --network --width --block --n-fft --hop --frames --buffer --buffer-low --sde-c --sde-k --t-eps --t-max
-        --reverse-start --loss --output-scale --times --context-time --context-noise --context-own --level --phase
-        --gain-low
-        --gain-high --pad-short --no-pad-short
-    """,
-    "dia_lora": f"""{RUN_FLAGS} {DIA_FLAGS}
+    "dia_lora": f"""{RUN_FLAGS.replace("--weight-decay", "")} {DIA_FLAGS}
         --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
-        --load-in
+        --quantize {ALIASES}
     """,
-    "higgs_clone": f"""{RUN_FLAGS}
-        --revision --preset --io --lora-rank --lora-alpha --lora-dropout --rslora --no-rslora --dora --no-dora --load-in
-        --text-loss --codebook-weights --allow-no-ref --no-allow-no-ref --normalise-text --no-normalise-text
-        --max-positions --over-long --packing --no-packing --max-start-loss --promote-worse --no-promote-worse
-        --greedy --no-greedy --sample-frames --similarity --wer --codec-name
-    """,
-    "dia_full": f"{RUN_FLAGS} {DIA_FLAGS} --channels --freeze --layer-decay --rehearsal",
-    "llama_mot": f"""{RUN_FLAGS}
-        --deepspeed --no-deepspeed --min-coverage --musicgen --experts --untie --gate --gate-start --train-parts
-        --adapter --ids --layout --profile --max-seq --max-text --max-audio --over-long-text
-        --allow-empty-text --no-allow-empty-text --caption-dropout --loss-vocab --codebook-weights --copied-lr
-        --sample-frames --temperature --top-k --guidance
-    """,
+    "dia_full": f"{RUN_FLAGS} {DIA_FLAGS} --channels --freeze --layer-decay --rehearsal {ALIASES}",
 }
 
 
@@ -157,17 +129,7 @@ def test_demo_values_lie_between_default_and_flag():
     assert (real.steps, real.lr, real.groups) == (0, Config().lr, ["a", "b"])
 
 
-def test_a_peak_rate_that_trains_nothing_is_kept_or_replaced_only_when_told_and_never_in_silence(capsys):
-    assert parse("--lr", "1e-7", "--lr-floor-action", "warn").lr == 1e-7
-    assert "WARNING: --lr 1e-07 is outside" in capsys.readouterr().out
-    assert parse("--lr", "1e-7", "--lr-floor-action", "default").lr == Config().lr
-    assert f"this run takes {Config().lr:g}" in capsys.readouterr().out
-    assert parse("--lr", "1e-5", "--warmup", "100", "--lr-floor-action", "default").lr == 1e-5
-    assert capsys.readouterr().out == ""
-    assert "--lr nan is outside" in refused(capsys, "--lr", "nan", "--lr-floor-action", "warn")
-
-
-@pytest.mark.parametrize("lr", ["0", "1e-12", "10", "nan", "-0.1"])
+@pytest.mark.parametrize("lr", ["0", "1e-12", "1e-7", "10", "nan", "-0.1"])
 def test_a_learning_rate_that_cannot_train_is_refused_in_one_sentence(lr, capsys):
     message = refused(capsys, "--lr", lr)
     assert message.startswith("error: --lr ") and message.count("\n") == 1
@@ -183,8 +145,8 @@ def test_a_learning_rate_that_cannot_train_is_refused_in_one_sentence(lr, capsys
         ("--keep", "1"),
         ("--steps", "-1"),
         ("--warmup", "-1"),
-        ("--clip", "0"),
-        ("--clip", "nan"),
+        ("--max-grad-norm", "0"),
+        ("--max-grad-norm", "nan"),
         ("--epochs", "0"),
         ("--ema", "1"),
         ("--min-lr-ratio", "-0.1"),
@@ -217,15 +179,114 @@ def test_help_is_quick_and_loads_no_torch(recipe):
 
 
 @pytest.mark.parametrize("recipe", FLAGS)
-def test_the_flags_are_these(recipe, monkeypatch):
-    seen = []
-    real = argparse.ArgumentParser.parse_args
-
-    def spy(parser, *rest):
-        seen.extend(word for action in parser._actions for word in action.option_strings)
-        return real(parser, *rest)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", spy)
-    parse_args(importlib.import_module(recipe).Config, "doc", [])
+def test_the_flags_are_these(recipe):
+    parser = build_parser(importlib.import_module(recipe).Config, "doc")
     hidden = {"-h", "--help", "--local_rank", "--local-rank"}
-    assert [word for word in seen if word not in hidden] == FLAGS[recipe].split()
+    options = [option for action in parser._actions for option in action.option_strings]
+    assert [option for option in options if option not in hidden] == FLAGS[recipe].split()
+
+
+# ---- the Hugging Face Trainer's names ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (("--learning-rate", "2e-5"), "lr", 2e-5),
+        (("--num-train-epochs", "3"), "epochs", 3.0),
+        (("--max-steps", "7"), "steps", 7),
+        (("--gradient-accumulation-steps", "4"), "accumulation", 4),
+        (("--max-grad-norm", "0.5"), "max_grad_norm", 0.5),
+        (("--weight-decay", "0.1"), "weight_decay", 0.1),
+        (("--warmup-steps", "100"), "warmup", 100.0),
+        (("--warmup-ratio", "0.1"), "warmup", 0.1),
+        (("--save-steps", "50"), "save_every", 50),
+        (("--eval-steps", "60"), "eval_every", 60),
+        (("--save-total-limit", "5"), "keep", 5),
+        (("--output-dir", "there"), "out", "there"),
+        (
+            ("--resume-from-checkpoint", "runs/x/checkpoints/step-00000010"),
+            "resume",
+            "runs/x/checkpoints/step-00000010",
+        ),
+        (("--seed", "3"), "seed", 3),
+        (("--precision", "fp32", "--bf16"), "precision", "bf16"),
+    ],
+)
+def test_the_trainers_names_set_the_same_fields(words, field, value):
+    assert getattr(parse(*words), field) == value
+
+
+def test_every_alias_is_one_line_of_help(capsys):
+    text = " ".join(build_parser(Config, "doc").format_help().split())
+    for name, field in HF_ALIASES.items():
+        assert f"same as --{field.replace('_', '-')}" in text.split(f"--{name} ")[-1][:90], name
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [("--learning-rat", "--learning-rate"), ("--accumulations=2", "--accumulation"), ("--zzz", None)],
+)
+def test_an_unknown_flag_names_the_nearest_known_one(word, nearest, capsys):
+    message = refused(capsys, word)
+    assert message.startswith(f"error: unknown flag {word.split('=')[0]}") and message.count("\n") == 1
+    assert (f"did you mean {nearest}?" in message) if nearest else ("--help lists" in message)
+
+
+# ---- --config ----------------------------------------------------------------------------------------------------
+
+
+def written(tmp_path, content: str) -> str:
+    (tmp_path / "flags.yaml").write_text(content)
+    return str(tmp_path / "flags.yaml")
+
+
+def test_a_yaml_file_gives_flags_and_the_command_line_wins(tmp_path):
+    file = written(tmp_path, "lr: 2e-5\nwarmup: 10\nsave-every: 7\ngroups: [x, y]\nfast: false\nmode: two\ncount: 16\n")
+    config = parse("--config", file, "--warmup", "20")
+    assert (config.lr, config.warmup, config.save_every, config.groups) == (2e-5, 20.0, 7, ["x", "y"])
+    assert (config.fast, config.mode, config.count) == (False, "two", 16)
+
+
+def test_a_config_file_lies_between_demo_and_flag(tmp_path):
+    config = parse("--config", written(tmp_path, "steps: 5\n"), demo={"steps": 120, "lr": 1e-3})
+    assert (config.steps, config.lr) == (5, 1e-3)
+    named = parse("--config", written(tmp_path, "model: m\ndata: d\n"), demo={"steps": 120})
+    assert named.steps == 0, "with a model and data of the user's own there is no demo"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("learning_rte: 1e-4", "unknown flag --learning_rte; did you mean --learning-rate?"),
+        ("steps: many", 'steps is "many"; it takes int'),
+        ("steps: 1.5", "steps is 1.5; it takes int"),
+        ("fast: 1", "fast is 1; it takes bool"),
+        ("mode: three", 'mode is "three"; it takes one or two'),
+        ("groups: a", 'groups is "a"'),
+        ("lr: 5", "--lr 5.0 is out of range"),
+        ("- lr", "must hold flags and their values"),
+        ("a: b: c", "cannot be read"),
+    ],
+)
+def test_a_bad_config_file_is_one_sentence(tmp_path, capsys, content, words):
+    message = refused(capsys, "--config", written(tmp_path, content))
+    assert message.startswith("error: ") and words in message and message.count("\n") == 1
+
+
+def test_a_missing_config_file_is_one_sentence(capsys):
+    assert "--config nowhere.yaml cannot be read" in refused(capsys, "--config", "nowhere.yaml")
+
+
+def test_the_config_json_of_a_run_repeats_it_elsewhere(tmp_path, capsys):
+    first = Config(seed=5, lr=2e-5, groups=["x"], model="m", data="d", out="runs/first", resume="never")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"recipe": "test_config", "config": dataclasses.asdict(first), "ranks": 1}))
+    again = parse("--config", str(file), "--out", "runs/second")
+    assert again == dataclasses.replace(first, out="runs/second", resume="auto")
+    assert parse("--config", str(file)).out == "", "it would resume the first run"
+    file.write_text(file.read_text().replace('"ranks": 1', '"ranks": 8'))
+    parse("--config", str(file))
+    assert "ran on 8 ranks, this run has 1" in capsys.readouterr().out
+    file.write_text(file.read_text().replace("test_config", "dia_full"))
+    assert "belongs to a dia_full run" in refused(capsys, "--config", str(file))

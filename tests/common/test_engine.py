@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of one rank against a plain PyTorch loop. More ranks: tests/test_dia_lora*.py."""
+"""The DeepSpeed engine with one rank against a plain PyTorch loop. More ranks: tests/recipes/test_dia_lora.py."""
 
 import shutil
 import sys
@@ -9,17 +9,18 @@ import torch
 from torch import nn
 
 from common.config import RunConfig
+from common.contracts import LossOutput
 from common.ds_config import resolve_ds
 from common.engine import (
-    Average,
+    Ema,
     backward,
     full_gradient,
     full_weights,
-    set_learning_rate,
     start_engine,
     take_step,
     trainable,
 )
+from common.optim import build_optimizer, parameter_groups, set_learning_rate
 
 pytestmark = pytest.mark.usefixtures("ranks")
 
@@ -38,25 +39,31 @@ def loss_sum(net, batch):
     return (net(batch[0]) - batch[1]).square().sum()
 
 
+def loss_fn(net, batch):
+    return LossOutput(loss_sum(net, batch), {})
+
+
 def batch(seed, rows):
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 4, generator=draw), torch.randn(rows, 3, generator=draw)
 
 
-CONFIG = RunConfig(precision="fp32", lr=1e-2, clip=0.5, accumulation=2, weight_decay=0.1)
+CONFIG = RunConfig(precision="fp32", lr=1e-2, max_grad_norm=0.5, accumulation=2, weight_decay=0.1)
 
 
 def build(tmp_path, stage, config=CONFIG):
     file = tmp_path / "ds.json"
     file.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
-    return start_engine(network(), loss_sum, config, resolve_ds(str(file), config, 1), ("bias",))
+    net, ds = network(), resolve_ds(str(file), config, 1)
+    optimizer = build_optimizer(parameter_groups(net, config.weight_decay, ("bias",)), config, ds)
+    return start_engine(net, loss_fn, optimizer, ds)
 
 
 def engine_step(engine, step):
     """Two micro-batches of unequal size, normalised by the whole step."""
-    backward(engine, engine(batch(2 * step, 3)), 10.0, 1)
+    backward(engine, engine(batch(2 * step, 3)).loss_sum, 10.0, 1)
     engine.step()
-    backward(engine, engine(batch(2 * step + 1, 7)), 10.0, 1)
+    backward(engine, engine(batch(2 * step + 1, 7)).loss_sum, 10.0, 1)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -92,11 +99,11 @@ def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value):
     engine_step(engine, 0)
     take_step(engine)
     before = full_weights(engine)
-    backward(engine, engine(batch(5, 3)), 10.0, 1)
+    backward(engine, engine(batch(5, 3)).loss_sum, 10.0, 1)
     engine.step()
     x, y = batch(6, 7)
     y[0, 0] = value
-    backward(engine, engine((x, y)), 10.0, 1)
+    backward(engine, engine((x, y)).loss_sum, 10.0, 1)
     assert take_step(engine)[0] is False
     assert all(torch.equal(w, before[name]) for name, w in full_weights(engine).items())
     engine_step(engine, 1)
@@ -107,22 +114,22 @@ def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_average_is_the_textbook_one_and_only_borrowed(tmp_path, stage):
     engine = build(tmp_path, stage)
-    average = Average(engine, 0.9)
+    ema = Ema(engine, 0.9)
     expected = full_weights(engine)
     for step in range(5):
         engine_step(engine, step)
         take_step(engine)
-        average.update(step)
+        ema.update(step)
         decay = min(0.9, (1 + step) / (10 + step))
         expected = {name: decay * expected[name] + (1 - decay) * w for name, w in full_weights(engine).items()}
     own = full_weights(engine)
     x, y = batch(9, 4)
-    own_loss = float(engine((x, y)))
-    with average.in_place():
+    own_loss = float(engine((x, y)).loss_sum)
+    with ema.applied():
         for name, weight in full_weights(engine).items():
             assert torch.allclose(weight, expected[name], atol=1e-6)
         net = network()
         net.load_state_dict(expected)
-        assert float(engine((x, y))) == pytest.approx(float(loss_sum(net, (x, y))), rel=1e-5)
+        assert float(engine((x, y)).loss_sum) == pytest.approx(float(loss_sum(net, (x, y))), rel=1e-5)
     assert all(torch.equal(w, own[name]) for name, w in full_weights(engine).items())
-    assert float(engine((x, y))) == own_loss
+    assert float(engine((x, y)).loss_sum) == own_loss

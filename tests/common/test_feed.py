@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 
-from common.feed import mover, prefetch
+from common.feed import prefetch, to_device
+
+CPU = torch.device("cpu")
 
 
 def test_batches_come_in_order_whatever_they_take():
@@ -14,8 +16,8 @@ def test_batches_come_in_order_whatever_they_take():
         time.sleep(0.01 * (n % 3))
         return n * n
 
-    assert list(prefetch(build, range(10))) == [n * n for n in range(10)]
-    assert list(prefetch(build, [])) == []
+    assert list(prefetch(build, range(10), CPU)) == [n * n for n in range(10)]
+    assert list(prefetch(build, [], CPU)) == []
 
 
 def test_building_overlaps_with_computing():
@@ -26,7 +28,7 @@ def test_building_overlaps_with_computing():
         time.sleep(0.05)
 
     began = time.monotonic()
-    for _ in prefetch(build, range(8)):
+    for _ in prefetch(build, range(8), CPU):
         time.sleep(0.05)
     assert time.monotonic() - began < 0.75 * 8 * 0.1
     assert all(elsewhere for _, elsewhere in built)
@@ -34,7 +36,7 @@ def test_building_overlaps_with_computing():
 
 def test_no_more_than_depth_batches_wait():
     built = []
-    feed = prefetch(built.append, range(100), depth=3)
+    feed = prefetch(built.append, range(100), CPU, depth=3)
     next(feed)
     time.sleep(0.1)
     assert len(built) <= 5
@@ -48,7 +50,7 @@ def test_an_error_while_building_reaches_the_loop():
             raise ValueError("clip x")
         return n
 
-    feed = prefetch(build, range(5))
+    feed = prefetch(build, range(5), CPU)
     assert [next(feed), next(feed)] == [0, 1]
     with pytest.raises(ValueError, match="clip x"):
         next(feed)
@@ -56,4 +58,4 @@ def test_an_error_while_building_reaches_the_loop():
 
 def test_on_a_cpu_nothing_is_copied():
     batch = {"labels": torch.zeros(3), "ids": ["a"]}
-    assert mover(torch.device("cpu"))(batch)["labels"] is batch["labels"]
+    assert to_device(batch, CPU)["labels"] is batch["labels"]

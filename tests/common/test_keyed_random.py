@@ -52,7 +52,7 @@ def test_global_generators_neither_matter_nor_move():
 
 
 def test_another_process_with_another_hash_seed_draws_the_same():
-    code = "from common import keyed; print(keyed.key64(1, 'clip', 'order'))"
+    code = "from common import keyed_random; print(keyed_random.key64(1, 'clip', 'order'))"
     paths = {"PYTHONPATH": ":".join(sys.path)}
     runs = [
         subprocess.run([sys.executable, "-c", code], env=paths | {"PYTHONHASHSEED": seed}, capture_output=True)

@@ -74,7 +74,7 @@ def test_every_group_that_does_not_fit_is_listed():
 
 
 def test_a_typo_in_one_of_two_groups_is_refused():
-    with pytest.raises(UserError, match="'atn'; there are attn, mlp, head"):
+    with pytest.raises(UserError, match="'atn'; the groups are attn, mlp, head"):
         resolve_groups(Model(), GROUPS, ["mlp", "atn"])
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import common.loss as loss_module
-from common.loss import IGNORE, codebook_loss, codebook_stats, fuse_head, rows_loss
+from common.loss import IGNORE, codebook_loss, codebook_stats, loss_head, rows_loss
 
 N, C, V, D = 37, 3, 19, 8
 
@@ -48,7 +48,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(rows, monkeypatch):
     expected, expected_losses = plain(head, hidden, labels, weights)
     expected_grads = gradients(expected, head, hidden)
     head, hidden, labels, weights = problem()
-    fuse_head(head)
+    head = loss_head(head)
     found, losses = codebook_loss(head, hidden, labels, weights)
     close(found, expected, 1e-6)
     close(losses, expected_losses, 1e-6)
@@ -59,9 +59,9 @@ def test_loss_and_gradients_equal_plain_cross_entropy(rows, monkeypatch):
 
 def test_gradients_equal_numerical_ones():
     head, hidden, labels, weights = problem(torch.float64)
-    fuse_head(head)
+    head = loss_head(head)
 
-    def loss_of(hidden, weight):
+    def loss(hidden, weight):
         logits = (hidden @ weight.T).view(N, C, V)
         return (F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none") * weights).sum()
 
@@ -70,7 +70,7 @@ def test_gradients_equal_numerical_ones():
     direction = torch.randn(N, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     step = 1e-5
     with torch.no_grad():
-        ahead, behind = (loss_of(hidden + s * direction, head.weight) for s in (step, -step))
+        ahead, behind = (loss(hidden + s * direction, head.weight) for s in (step, -step))
     assert float((hidden.grad * direction).sum()) == pytest.approx(float(ahead - behind) / (2 * step), rel=1e-4)
 
 
@@ -83,7 +83,7 @@ def test_bf16_stays_near_fp32(rows, monkeypatch):
     wide = hidden.detach().float().requires_grad_()
     expected, _ = plain(reference, wide, labels, weights)
     expected_grads = gradients(expected, reference, wide)
-    fuse_head(head)
+    head = loss_head(head)
     found, losses = codebook_loss(head, hidden, labels, weights)
     assert losses.dtype == torch.float32
     close(found, expected, 1e-2)
@@ -96,13 +96,13 @@ def test_a_frozen_head_gets_no_gradient_and_frozen_states_neither():
     head, hidden, labels, weights = problem()
     expected = gradients(plain(head, hidden, labels, weights)[0], head, hidden)
     head, hidden, labels, weights = problem()
-    fuse_head(head)
+    head = loss_head(head)
     head.weight.requires_grad_(False)
     codebook_loss(head, hidden, labels, weights)[0].mul(0.37).backward()
     assert head.weight.grad is None
     close(hidden.grad, expected[0], 1e-6)
     head, hidden, labels, weights = problem()
-    fuse_head(head)
+    head = loss_head(head)
     codebook_loss(head, hidden.detach(), labels, weights)[0].mul(0.37).backward()
     close(head.weight.grad, expected[1], 1e-6)
 
@@ -110,7 +110,7 @@ def test_a_frozen_head_gets_no_gradient_and_frozen_states_neither():
 def test_no_position_at_all_costs_nothing_and_still_has_gradients():
     """A rank whose micro-batch has no target must not leave the others waiting."""
     head, hidden, labels, weights = problem()
-    fuse_head(head)
+    head = loss_head(head)
     loss, _ = codebook_loss(head, hidden[:0], labels[:0], weights[:0])
     loss.backward()
     assert loss == 0 and not head.weight.grad.any()
@@ -118,25 +118,25 @@ def test_no_position_at_all_costs_nothing_and_still_has_gradients():
 
 def test_a_loss_that_is_not_finite_stays_so():
     head, hidden, labels, weights = problem()
-    fuse_head(head)
+    head = loss_head(head)
     with torch.no_grad():
         hidden[3] = float("nan")
     assert codebook_loss(head, hidden, labels, weights)[0].isnan()
 
 
-def test_a_fused_head_is_still_the_same_module():
+def test_a_loss_head_is_the_same_linear_with_the_same_parameter():
     head, hidden, *_ = problem()
     expected = head(hidden)
-    names = list(head.state_dict())
-    fuse_head(head)
-    assert torch.equal(head(hidden), expected) and list(head.state_dict()) == names
+    fused = loss_head(head)
+    assert torch.equal(fused(hidden), expected) and list(fused.state_dict()) == list(head.state_dict())
+    assert fused.weight is head.weight and isinstance(fused, nn.Linear)
 
 
 def test_a_lora_wrapped_head_trains_its_matrices_as_plain_cross_entropy_does():
     from peft import LoraConfig, get_peft_model
 
     head, hidden, labels, weights = problem()
-    fuse_head(head)
+    head = loss_head(head)
     holder = nn.Module()
     holder.head = head
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def test_evaluation_gives_token_losses_and_most_likely_ids(fused, monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 5 * C * V)
     head, hidden, labels, weights = problem()
     if fused:
-        fuse_head(head)
+        head = loss_head(head)
     losses, best = codebook_stats(head, hidden, labels)
     _, expected = plain(head, hidden, labels, weights)
     close(losses, expected, 1e-6)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.metrics import Tracker
-from common.runtime import Ranks
+from common.runtime import Process
 
 VALUES = {"loss": 2.5, "lr": 1e-4, "grad_norm": 0.5, "tokens_per_s": 10.0, "padding": 0.02}
 VALUES |= {"data_wait_s": 0.001, "step_s": 0.1, "rss_gb": 0.5}
@@ -76,7 +76,7 @@ def test_tensorboard_holds_the_same_values(tracker, tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path, one_rank):
-    second = Tracker(tmp_path / "run", Ranks(1, 2, one_rank.device), 10)
+    second = Tracker(tmp_path / "run", Process(1, 2, one_rank.device), 10)
     second.event("eval", 0, loss=3.0)
     second.forget_after(0)
     second.close()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from common import keyed_random as keyed
 from common.config import UserError
+from common.keyed_random import uniform
 from common.pairs import Crops, PairDataset, speech_frames, split_pairs
 from helpers import support
 
@@ -42,7 +42,7 @@ def test_a_crop_depends_on_its_key_alone_and_both_sides_on_the_same_place(data):
     pairs, rows = data
     noisy, clean, redraws = pairs.crop(0, 16000, 3, 1, "p1_001")
     assert np.array_equal(noisy, clean + 7) and len(clean) == 16000 and redraws == 0
-    start = int(keyed.uniform(3, 1, "p1_001", 0, "crop") * (40000 - 16000 + 1))
+    start = int(uniform(3, 1, "p1_001", 0, "crop") * (40000 - 16000 + 1))
     assert np.array_equal(clean, rows[0]["clean"][start : start + 16000])
     assert np.array_equal(pairs.crop(0, 16000, 3, 1, "p1_001")[1], clean)
     assert not np.array_equal(pairs.crop(0, 16000, 3, 2, "p1_001")[1], clean)
@@ -124,18 +124,16 @@ class Settings:
     data: str
     eval_data: str = ""
     hold_out: list = field(default_factory=list)
-    verify_data: bool = True
     eval_files: int = 0
-    seconds: float = 1.0
-    seed: int = 0
 
 
 def test_held_out_speakers_are_never_trained_on(data, one_rank):
     pairs, _ = data
-    crops, chosen, rows = split_pairs(Settings(str(pairs.folder), hold_out=["p2", "p3"]), 16000, one_rank)
-    assert crops.ids(range(len(crops))) == ["p1_001", "p1_002"]
-    assert [chosen.id(i) for i in rows] == ["p2_001", "p3_001"]
-    _, _, rows = split_pairs(Settings(str(pairs.folder), hold_out=["p"[:1] + "1"], eval_files=1), 16000, one_rank)
+    settings = Settings(str(pairs.folder), hold_out=["p2", "p3"])
+    train_pairs, train_rows, eval_pairs, rows = split_pairs(settings, 16000, one_rank)
+    assert [train_pairs.id(i) for i in train_rows] == ["p1_001", "p1_002"]
+    assert [eval_pairs.id(i) for i in rows] == ["p2_001", "p3_001"]
+    *_, rows = split_pairs(Settings(str(pairs.folder), hold_out=["p"[:1] + "1"], eval_files=1), 16000, one_rank)
     assert len(rows) == 1
     for prefixes, sentence in ((["q"], "no id in"), (["p"], "leaves nothing")):
         with pytest.raises(UserError, match=sentence):
@@ -145,8 +143,8 @@ def test_held_out_speakers_are_never_trained_on(data, one_rank):
 def test_evaluation_data_must_not_be_training_data(data, tmp_path, one_rank, capsys):
     pairs, _ = data
     other = support.write_pairs(tmp_path / "other", [clip("p1_009", 9000), clip("p9_001", 9000)])
-    crops, chosen, rows = split_pairs(Settings(str(pairs.folder), str(other)), 16000, one_rank)
-    assert len(crops) == 4 and len(rows) == 2 and chosen.id(0) == "p1_009"
+    _, train_rows, eval_pairs, rows = split_pairs(Settings(str(pairs.folder), str(other)), 16000, one_rank)
+    assert len(train_rows) == 4 and len(rows) == 2 and eval_pairs.id(0) == "p1_009"
     assert "1 speakers are in --data and in --eval-data, such as p1" in capsys.readouterr().out
     with pytest.raises(UserError, match="holds 4 ids of --data, such as p1_001"):
         split_pairs(Settings(str(pairs.folder), str(pairs.folder)), 16000, one_rank)

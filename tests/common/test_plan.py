@@ -111,7 +111,7 @@ def test_padding_is_at_most_5_percent_on_the_demo():
     from common.tokens import TokenDataset
     from dia_lora import DEMO
 
-    folder = ROOT / "runs" / "demo-assets"
+    folder = ROOT / "runs" / "demo-assets-dia"
     if not (folder / "demo.json").exists():
         ensure_demo(folder)
     made = TokenDataset(str(folder / "tokens" / "train")).frames.astype(np.int64) + 16

@@ -7,14 +7,14 @@ import time
 import numpy as np
 import pytest
 
-from common.runtime import Ranks
+from common.runtime import Process
 from common.samples import repeat_share, start_decoder, take_samples, wait_for, write_codes
 
 PROMPTS = [{"name": f"clip-{i}", "text": f"text {i}"} for i in range(4)]
 
 
 def rank(number, world=2):
-    return Ranks(number, world, None)
+    return Process(number, world, None)
 
 
 def slow_speaker(seconds):

@@ -11,7 +11,7 @@ import pytest
 
 from common import scorer as scorer_module
 from common.config import UserError
-from common.scorer import Scorer, collect, measured, processes_a_rank
+from common.scorer import Scorer, collect, measured, processes_per_rank
 from common.speech_metrics import measure, pesq_wb
 from helpers import support
 from helpers.support import voice as sounds
@@ -57,10 +57,10 @@ def test_a_process_that_dies_is_a_missing_label():
 def test_the_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32))
     monkeypatch.setenv("LOCAL_SIZE", "8")
-    assert processes_a_rank() == 3
+    assert processes_per_rank() == 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     monkeypatch.setenv("LOCAL_SIZE", "2")
-    assert processes_a_rank() == 1
+    assert processes_per_rank() == 1
 
 
 def test_scorers_are_small_deaf_to_signals_and_die_with_their_rank():

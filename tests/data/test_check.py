@@ -1,4 +1,4 @@
-"""data/check.py: what is in a dataset, and what training would refuse."""
+"""data/check.py: the summary of a dataset, and the problems that training would refuse."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from lib import store
 
 @pytest.fixture
 def tokens(script, clip, dac, tmp_path):
-    """tokens(name, {id: (seed, text)}, split) -> a token dataset of the real command."""
+    """tokens(name, {id: (seed, text)}, split) -> a token dataset made by data/encode.py."""
 
     def make(name: str, clips: dict, split: str = "train") -> Path:
         lines = []
@@ -29,17 +29,17 @@ def tokens(script, clip, dac, tmp_path):
 
 
 def rewrite(folder: Path, change) -> None:
-    """Change rows of a dataset and give it matching checksums: damage that only a look at the rows can find."""
+    """Change rows of a dataset and update its checksums, so that only a check of the rows can find the damage."""
     info = store.open_dataset(folder)
     columns = store.arrow_columns(folder, info)
     rows = [dict(row) for row in store.read_rows(folder, info)]
     change(rows)
-    fresh = folder.with_name("fresh")
-    info["files"] = store.write_dataset(fresh, rows, columns, sums=("frames",))
+    new = folder.with_name("new")
+    info["files"] = store.write_dataset(new, rows, columns, sums=("frames",))
     info["rows"] = len(rows)
-    store.write_json(fresh / "dataset.json", info)
+    store.write_json(new / "dataset.json", info)
     shutil.rmtree(folder)
-    fresh.rename(folder)
+    new.rename(folder)
 
 
 def test_good_dataset(script, tokens, tmp_path):
@@ -84,10 +84,10 @@ def set_first(**values):
         (set_first(codes=np.full(9, 1024, np.int16), frames=1), "outside 0..1023: x"),
         (set_first(codes=np.full(9, -1, np.int16), frames=1), "outside 0..1023: x"),
         (set_first(codes=np.zeros(0, np.int16), frames=0), "without frames: x"),
-        (set_first(codes=np.zeros(8, np.int16), frames=1), "without 9 codes a frame: x"),
-        (set_first(id="y"), "id that others have too: y"),
+        (set_first(codes=np.zeros(8, np.int16), frames=1), "without 9 codes per frame: x"),
+        (set_first(id="y"), "with a duplicate id: y"),
         (set_first(text="é" * 513), "over 1024 bytes: x"),
-        (lambda rows: rows[0].update(codes=rows[1]["codes"], split="eval"), "of another split: y = x"),
+        (lambda rows: rows[0].update(codes=rows[1]["codes"], split="eval"), "in another split: y = x"),
     ],
 )
 def test_rows_that_training_refuses(script, tokens, change, words):
@@ -102,14 +102,14 @@ def test_leak_between_two_datasets(script, tokens):
     same = tokens("b", {"z": (2, "[S1] there")}, split="eval")
     assert script("check", train)[0] == script("check", same)[0] == 0
     code, out, _ = script("check", train, same)
-    assert code == 1 and "z = y of train" in out
+    assert code == 1 and "z = y in train" in out
 
 
-def test_notes_are_no_problems(script, tokens):
+def test_notes_are_not_problems(script, tokens):
     folder = tokens("a", {"y": (2, "[S1] " + "a" * 90), "z": (2, "[S1] there")})
     code, out, _ = script("check", folder)
     assert code == 0
-    assert "characters a second: y" in out and "z = y" in out
+    assert "characters per second: y" in out and "z = y" in out
 
 
 def test_what_training_would_refuse_is_a_problem(script, tokens):
@@ -136,7 +136,7 @@ def test_pairs(script, clip, tmp_path):
     sides = ("--clean", tmp_path / "clean", "--noisy", tmp_path / "noisy")
     assert script("pairs", *sides, "--out", tmp_path / "pairs")[0] == 0
     code, out, _ = script("check", tmp_path / "pairs", "--listen", 1)
-    assert code == 0 and "pairs at 16000 Hz" in out and (tmp_path / "pairs.check/000000-a.wav").exists()
+    assert code == 0 and "1 pairs at 16000 Hz" in out and (tmp_path / "pairs.check/000000-a.wav").exists()
 
 
 def test_other_weights_for_listening(script, tokens, tmp_path):
@@ -148,7 +148,7 @@ def test_other_weights_for_listening(script, tokens, tmp_path):
     weights = json.loads((folder / "dataset.json").read_text())["weights"]
     DacModel(DacModel.config_class.from_pretrained(weights)).save_pretrained(tmp_path / "other")
     code, _, err = script("check", folder, "--listen", 1, "--codec-weights", tmp_path / "other")
-    assert code == 2 and "not those that made" in err
+    assert code == 2 and "not the weights that made" in err
 
 
 def test_not_a_dataset(script, tmp_path):

@@ -1,4 +1,4 @@
-"""data/decode.py: codes -> wav, picture, TensorBoard."""
+"""data/decode.py: codes -> wav, spectrogram, TensorBoard."""
 
 import json
 
@@ -17,7 +17,7 @@ def codes(frames: int = 30, channels: int = 9) -> np.ndarray:
 
 
 @pytest.mark.parametrize("channels, sides", [(9, 1), (18, 2)])
-def test_wav_and_picture(decode, tmp_path, channels, sides):
+def test_wav_and_spectrogram(decode, tmp_path, channels, sides):
     np.save(tmp_path / "a.npy", codes(channels=channels))
     code, out, err = decode(tmp_path / "a.npy")
     assert code == 0, err
@@ -36,7 +36,7 @@ def test_stereo_blocks_are_left_then_right(decode, tmp_path):
     assert np.array_equal(stereo[:, 1], right[:, 0]) and not np.array_equal(stereo[:, 0], right[:, 0])
 
 
-def test_tensorboard_has_sound_and_picture(decode, tmp_path):
+def test_tensorboard_has_audio_and_spectrogram(decode, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     np.save(tmp_path / "a.npy", codes())
@@ -46,7 +46,7 @@ def test_tensorboard_has_sound_and_picture(decode, tmp_path):
     assert events.Images("spectrograms/a")[0].step == 7
 
 
-def test_no_frames_is_no_sound_and_no_error(decode, tmp_path):
+def test_no_frames_give_no_audio_and_no_error(decode, tmp_path):
     np.save(tmp_path / "empty.npy", codes(frames=0))
     code, out, _ = decode(tmp_path / "empty.npy")
     assert code == 0 and "0 frames" in out and not (tmp_path / "empty.wav").exists()
@@ -62,21 +62,21 @@ def test_no_frames_is_no_sound_and_no_error(decode, tmp_path):
         (np.array([{"a": 1}], dtype=object), "plain .npy"),
     ],
 )
-def test_bad_codes_are_one_sentence(decode, tmp_path, array, words):
+def test_bad_codes_are_a_one_sentence_error(decode, tmp_path, array, words):
     np.save(tmp_path / "bad.npy", array, allow_pickle=True)
     code, _, err = decode(tmp_path / "bad.npy")
     assert code == 2 and words in err and err.count("\n") == 1
     assert not (tmp_path / "bad.wav").exists()
 
 
-def test_silences_and_clipping_are_told_in_the_facts(tmp_path):
-    from decode import add_facts
+def test_silence_and_clipping_are_added_to_the_json(tmp_path):
+    from decode import add_audio_facts
 
     rate = 32000
     wave = np.concatenate([np.zeros(rate), np.full(rate // 2, 0.5), np.zeros(7680), np.ones(8320)])
     (tmp_path / "a.json").write_text('{"text": "x"}')
-    add_facts(tmp_path / "a.json", wave[None], rate)
+    add_audio_facts(tmp_path / "a.json", wave[None], rate)
     facts = json.loads((tmp_path / "a.json").read_text())
     assert facts == {"text": "x", "silent": 0.62, "longest_silence": 1.0, "clipped": 0.13}
-    add_facts(tmp_path / "a.json", np.full((1, rate), 0.5), rate)
+    add_audio_facts(tmp_path / "a.json", np.full((1, rate), 0.5), rate)
     assert json.loads((tmp_path / "a.json").read_text())["longest_silence"] == 0.0

@@ -1,4 +1,4 @@
-"""data/demo.py: the demo is complete, deterministic, and loads with plain transformers."""
+"""data/demo.py: the demo is complete and deterministic, and loads with plain transformers."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, float]:
-    """Two processes at once, as two ranks would: one builds, the other waits."""
+    """The demo and its CPU seconds; of two processes at once, like two ranks, one builds and the other waits."""
     out = tmp_path_factory.mktemp("demo") / "demo"
     begin = support.child_seconds()
     command = [sys.executable, ROOT / "data/demo.py", "--out", out]
@@ -97,7 +97,7 @@ def test_finished_demo_is_reused_without_torch(built):
     assert support.child_seconds() - begin < 1
 
 
-def test_same_bytes_again_and_another_key_rebuilds(built, tmp_path):
+def test_same_bytes_again_and_a_changed_key_rebuilds(built, tmp_path):
     import demo
 
     out = tmp_path / "again"
@@ -115,8 +115,14 @@ def test_same_bytes_again_and_another_key_rebuilds(built, tmp_path):
     assert np.array_equal(*(soundfile.read(d / "audio/eval/ada_000.wav")[0] for d in (out, built[0])))
 
 
+def test_every_file_in_demos_is_a_model():
+    import demo
+
+    assert demo.find_models() == ["dia", "higgs", "mot", "pairs"]
+
+
 def test_foreign_folder_is_refused(script, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("do not delete")
     code, _, err = script("demo", "--out", tmp_path / "mine")
-    assert code == 2 and "no demo folder" in err and (tmp_path / "mine/thesis.txt").exists()
+    assert code == 2 and "not a demo folder" in err and (tmp_path / "mine/thesis.txt").exists()

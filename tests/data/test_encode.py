@@ -24,7 +24,7 @@ def rows(out: Path) -> dict[str, dict]:
 
 
 def reference_codes(dac: Path, wave: np.ndarray) -> np.ndarray:
-    """(T, 9) by the plain library call on the zero-padded clip."""
+    """(T, 9) codes of the zero-padded clip, from the library itself."""
     model = DacModel.from_pretrained(dac).eval()
     padded = np.pad(wave, (0, -len(wave) % 512))
     with torch.no_grad():
@@ -36,14 +36,14 @@ def test_folder_to_dataset(encode, clip, dac, tmp_path):
     b = clip(tmp_path / "in/deep/Ünïcode name.wav", "[S1] gümi.\n", seconds=0.7, channels=2, seed=2)
     code, out, _ = encode(tmp_path / "in", tmp_path / "tokens")
     assert code == 0, out
-    found = rows(tmp_path / "tokens")
-    assert [found[id]["text"] for id in ("a", "deep/Ünïcode name")] == ["[S1] bada.", "[S1] gümi."]
+    encoded = rows(tmp_path / "tokens")
+    assert [encoded[id]["text"] for id in ("a", "deep/Ünïcode name")] == ["[S1] bada.", "[S1] gümi."]
     for id, wave in (("a", a[:, 0]), ("deep/Ünïcode name", b.mean(axis=1))):
         expected = reference_codes(dac, wave)
-        assert found[id]["frames"] == len(expected) == -(-len(wave) // 512)
-        assert np.array_equal(np.reshape(found[id]["codes"], (-1, 9)), expected)
+        assert encoded[id]["frames"] == len(expected) == -(-len(wave) // 512)
+        assert np.array_equal(np.reshape(encoded[id]["codes"], (-1, 9)), expected)
     info = json.loads((tmp_path / "tokens/dataset.json").read_text())
-    assert info["frames"] == sum(row["frames"] for row in found.values())
+    assert info["frames"] == sum(row["frames"] for row in encoded.values())
     assert (info["codec"], info["channels"], info["hop"], info["rows"]) == ("dac", 9, 512, 2)
     assert not (tmp_path / "tokens.work").exists()
 
@@ -56,11 +56,11 @@ def test_codes_are_int16_lists(encode, clip, tmp_path):
     assert "speaker" not in features  # no clip has one
 
 
-@pytest.mark.parametrize("place", ["in/prompts/track_01.txt", "in/prompts/track_01_prompt.txt"])
-def test_prompt_folder(encode, clip, tmp_path, place):
+@pytest.mark.parametrize("file", ["in/prompts/track_01.txt", "in/prompts/track_01_prompt.txt"])
+def test_prompt_folder(encode, clip, tmp_path, file):
     clip(tmp_path / "in/track_01.wav", None)
-    (tmp_path / place).parent.mkdir()
-    (tmp_path / place).write_text("loud drums")
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text("loud drums")
     assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
     assert rows(tmp_path / "tokens")["track_01"]["text"] == "loud drums"
 
@@ -86,10 +86,10 @@ def test_jsonl_manifest(encode, clip, dac, tmp_path):
     (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
     code, out, err = encode(tmp_path / "clips.jsonl", tmp_path / "tokens", "--format", "jsonl")
     assert code == 0, err
-    found = rows(tmp_path / "tokens")
-    assert found["one"]["speaker"] == "ann" and found["two"]["speaker"] is None
-    assert found["two"]["split"] == "eval" and found["two"]["lang"] == "en"
-    assert np.array_equal(np.reshape(found["two"]["codes"], (-1, 9)), reference_codes(dac, wave[44100:]))
+    encoded = rows(tmp_path / "tokens")
+    assert encoded["one"]["speaker"] == "ann" and encoded["two"]["speaker"] is None
+    assert encoded["two"]["split"] == "eval" and encoded["two"]["lang"] == "en"
+    assert np.array_equal(np.reshape(encoded["two"]["codes"], (-1, 9)), reference_codes(dac, wave[44100:]))
 
 
 def test_jsonl_may_bring_codes(encode, tmp_path):
@@ -121,27 +121,27 @@ def test_resampled_once_then_a_cache_hit(encode, clip, tmp_path, monkeypatch):
 
 
 def test_only_what_changed_is_encoded_again(encode, clip, tmp_path, monkeypatch):
-    from lib import pool as worker
+    from lib import pool
 
     encoded = []
-    real = worker.encode_samples
-    monkeypatch.setattr(worker, "encode_samples", lambda *args: encoded.append(1) or real(*args))
+    real = pool.encode_samples
+    monkeypatch.setattr(pool, "encode_samples", lambda *args: encoded.append(1) or real(*args))
     for name in "abc":
         clip(tmp_path / f"in/{name}.wav", seed=ord(name))
     assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
     first = rows(tmp_path / "tokens")
     assert len(encoded) == 3
 
-    clip(tmp_path / "in/b.wav", seed=99)  # other sound
-    (tmp_path / "in/c.wav").touch()  # same sound
-    (tmp_path / "in/a.txt").write_text("[S1] new text.")  # other text needs no codec
+    clip(tmp_path / "in/b.wav", seed=99)  # different audio
+    (tmp_path / "in/c.wav").touch()  # same audio
+    (tmp_path / "in/a.txt").write_text("[S1] new text.")  # a new text needs no encoding
     assert encode(tmp_path / "in", tmp_path / "tokens")[0] == 0
     second = rows(tmp_path / "tokens")
     assert len(encoded) == 4
     assert first["b"]["codes"] != second["b"]["codes"] and first["c"] == second["c"]
     assert second["a"]["text"] == "[S1] new text." and second["a"]["codes"] == first["a"]["codes"]
 
-    assert encode(tmp_path / "in", tmp_path / "tokens", "--min-seconds", "0.1")[0] == 0  # other setting
+    assert encode(tmp_path / "in", tmp_path / "tokens", "--min-seconds", "0.1")[0] == 0  # a changed setting
     assert len(encoded) == 7
 
 
@@ -158,7 +158,7 @@ def test_rejects_have_a_reason_each(encode, clip, tmp_path):
     for name in ("silent", "broken", "cut", "nothing", "text"):
         (tmp_path / f"in/{name}.txt").write_text("[S1] x")
     code, out, err = encode(tmp_path / "in", tmp_path / "tokens")
-    assert code == 1 and "over --max-reject" in err  # the good clip is there all the same
+    assert code == 1 and "over --max-reject" in err  # the good clip is written nevertheless
     assert set(rows(tmp_path / "tokens")) == {"good"}
     reasons = {}
     for line in (tmp_path / "tokens/rejects.jsonl").read_text().splitlines():

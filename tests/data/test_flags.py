@@ -1,4 +1,4 @@
-"""The commands of data/: --help at once, and flags that change only on purpose."""
+"""The commands of data/: --help is fast, and flags change only on purpose."""
 
 import subprocess
 import sys
@@ -27,6 +27,6 @@ def test_help(name):
     command = [sys.executable, ROOT / f"data/{name}.py", "--help"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert support.child_seconds() - begin < 2
-    found = {word.strip("[],") for word in text.split("usage:")[1].split("\n\n")[0].split()}
-    assert {word for word in found if word.startswith("--")} == {f"--{flag}" for flag in FLAGS[name].split()}
+    words = {word.strip("[],") for word in text.split("usage:")[1].split("\n\n")[0].split()}
+    assert {word for word in words if word.startswith("--")} == {f"--{flag}" for flag in FLAGS[name].split()}
     assert f"python data/{name}.py" in text  # the docstring shows how to call it

@@ -1,4 +1,4 @@
-"""data/pair_speakers.py: a reference for every target, by speaker."""
+"""data/pair_speakers.py: a reference clip by the same speaker for every clip."""
 
 import json
 from pathlib import Path
@@ -36,17 +36,17 @@ def test_same_speaker_same_split_never_itself(script, tokens, tmp_path):
     source = tokens(*clips, ("lonely", "c", "x", 0.6, 1001))
     code, out, err = script("pair_speakers", source, "--out", tmp_path / "out", "--min-seconds", 0.4)
     assert code == 0 and "12 of 13 clips have a reference, 1 left out" in out, err
-    found = rows(tmp_path / "out")
-    assert len(found) == 12
-    for id, row in found.items():
-        ref = found[row["ref"]]
+    paired = rows(tmp_path / "out")
+    assert len(paired) == 12
+    for id, row in paired.items():
+        ref = paired[row["ref"]]
         assert ref["id"] != id and (ref["speaker"], ref["split"]) == (row["speaker"], row["split"])
     info = json.loads((tmp_path / "out/dataset.json").read_text())
     assert info["rows"] == 12 and info["settings"]["pairing"]["seed"] == 0
     assert script("check", tmp_path / "out")[0] == 0
 
 
-def test_choice_depends_on_seed_and_id_only(script, tokens, tmp_path):
+def test_choice_depends_only_on_seed_and_id(script, tokens, tmp_path):
     clips = [(f"a{i}", "a", None, 0.5, i) for i in range(8)]
     source = tokens(*clips)
     for name, seed in (("one", 0), ("two", 0), ("three", 5)):
@@ -55,26 +55,26 @@ def test_choice_depends_on_seed_and_id_only(script, tokens, tmp_path):
     assert refs[0] == refs[1] != refs[2]
 
 
-def test_same_sound_is_no_reference(script, tokens, tmp_path):
+def test_same_audio_is_not_a_reference(script, tokens, tmp_path):
     source = tokens(("a", "s", None, 0.5, 1), ("copy", "s", None, 0.5, 1), ("other", "s", None, 0.5, 2))
     assert script("pair_speakers", source, "--out", tmp_path / "out", "--min-seconds", 0.4)[0] == 0
-    found = rows(tmp_path / "out")
-    assert found["a"]["ref"] == found["copy"]["ref"] == "other"
+    paired = rows(tmp_path / "out")
+    assert paired["a"]["ref"] == paired["copy"]["ref"] == "other"
 
 
 def test_reference_lengths_and_allow_no_ref(script, tokens, tmp_path):
     source = tokens(("short", "s", None, 0.5, 1), ("long", "s", None, 0.9, 2))
     flags = ("--min-seconds", 0.8)
     assert script("pair_speakers", source, "--out", tmp_path / "out", *flags)[0] == 0
-    found = rows(tmp_path / "out")
-    # "long" has no reference itself but stays, for it is the reference of "short"
-    assert found["short"]["ref"] == "long" and found["long"]["ref"] is None
+    paired = rows(tmp_path / "out")
+    # "long" has no reference but is kept, because it is the reference of "short"
+    assert paired["short"]["ref"] == "long" and paired["long"]["ref"] is None
     lonely = (tmp_path / "out2", *flags)
     assert script("pair_speakers", source, "--out", *lonely, "--allow-no-ref")[0] == 0
     assert len(rows(tmp_path / "out2")) == 2
 
 
-def test_mistakes(script, tokens, tmp_path):
+def test_user_errors(script, tokens, tmp_path):
     source = tokens(("a", None, None, 0.5, 1))
     code, _, err = script("pair_speakers", source, "--out", tmp_path / "out")
     assert code == 2 and "has no speakers" in err

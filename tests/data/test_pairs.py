@@ -1,4 +1,4 @@
-"""data/pairs.py: noisy/clean pairs, given or mixed."""
+"""data/pairs.py: noisy/clean pairs, from given noisy files or mixed."""
 
 import json
 from pathlib import Path
@@ -53,11 +53,11 @@ def test_folders_of_stems(script, clip, tmp_path):
     code, out, err = script("pairs", "--dn-lm", tmp_path / "dn", *options)
     assert code == 0, err
     (row,) = rows(tmp_path / "out").values()
-    assert row["id"] == "sample_00000" and reasons(tmp_path / "out") == {"sample_00001": "no noisy file of this name"}
+    assert row["id"] == "sample_00000" and reasons(tmp_path / "out") == {"sample_00001": "no noisy file with this name"}
     for side, stem in (("clean", "vocals"), ("noisy", "mixture")):
         assert np.abs(row[side] / 32767 - waves[0, stem]).max() < 1e-4
     code, _, err = script("pairs", "--dn-lm", tmp_path / "dn", "--clean", tmp_path / "dn", *options)
-    assert code == 2 and "takes the place of --clean" in err
+    assert code == 2 and "cannot be used together with --clean" in err
 
 
 def test_resampled_to_16_khz_and_mono(pairs, clip, tmp_path):
@@ -84,11 +84,11 @@ def test_lengths_and_names_are_checked(pairs, clip, tmp_path):
     code, out, err = pairs("--noisy", tmp_path / "noisy")
     assert code == 1 and "stranger" in out and "over --max-reject" in err
     assert set(rows(tmp_path / "out")) == {"good", "one_more"}
-    found = reasons(tmp_path / "out")
-    assert "8000 samples and noisy 9600" in found["longer"] and "no noisy file" in found["alone"]
+    rejected = reasons(tmp_path / "out")
+    assert "8000 samples and noisy 9600" in rejected["longer"] and "no noisy file" in rejected["alone"]
 
 
-def test_mixing_hits_the_level_and_is_keyed(pairs, clip, tmp_path):
+def test_mixing_has_the_requested_snr_and_is_keyed(pairs, clip, tmp_path):
     for number in range(8):
         clip(tmp_path / f"clean/{number}.wav", None, rate=16000, seed=number, seconds=1.0)
     clip(tmp_path / "noise/n.wav", None, rate=16000, seed=99, seconds=0.5)  # shorter than the speech
@@ -100,7 +100,7 @@ def test_mixing_hits_the_level_and_is_keyed(pairs, clip, tmp_path):
         levels[id] = 10 * np.log10((clean**2).sum() / (noise**2).sum())
     assert all(-5.1 < level < 15.1 for level in levels.values()) and np.ptp(list(levels.values())) > 3
 
-    (tmp_path / "clean/0.wav").unlink()  # the others do not change with the company they keep
+    (tmp_path / "clean/0.wav").unlink()  # the other mixtures must not change
     assert pairs("--noise", tmp_path / "noise", "--snr", "-5:15")[0] == 0
     second = rows(tmp_path / "out")
     assert all(np.array_equal(first[id]["noisy"], row["noisy"]) for id, row in second.items())
@@ -108,7 +108,7 @@ def test_mixing_hits_the_level_and_is_keyed(pairs, clip, tmp_path):
     assert not np.array_equal(second["1"]["noisy"], rows(tmp_path / "out")["1"]["noisy"])
 
 
-def test_exact_level(pairs, clip, tmp_path):
+def test_exact_snr(pairs, clip, tmp_path):
     clip(tmp_path / "clean/a.wav", None, rate=16000)
     clip(tmp_path / "noise/n.wav", None, rate=16000, seed=9)
     assert pairs("--noise", tmp_path / "noise", "--snr", "3:3")[0] == 0
@@ -127,7 +127,9 @@ def test_loud_mixture_is_scaled_not_clipped(pairs, clip, tmp_path):
     assert abs(10 * np.log10((clean**2).sum() / (noise**2).sum()) + 20) < 0.1
 
 
-@pytest.mark.parametrize("flags, words", [((), "either --noisy or --noise"), (("--noise", "x"), "belong together")])
+@pytest.mark.parametrize(
+    "flags, words", [((), "either --noisy or --noise"), (("--noise", "x"), "must be used together")]
+)
 def test_flags(pairs, flags, words):
     code, _, err = pairs(*flags)
     assert code == 2 and words in err

@@ -23,7 +23,7 @@ def train_plain(model, clips, config, groups: list[dict]) -> tuple[dict, dict, l
         total, count = 0.0, 0
         for number in range(4 * step, 4 * step + 4):
             epoch, chosen = plan.micro_batch(number)
-            batch = clips.batch(chosen, epoch, step)
+            batch = clips.batch(chosen, epoch)
             labels = batch.pop("labels").transpose(1, 2).flatten(0, 1)
             batch.pop("ids")
             logits = model(**batch, use_cache=False).logits

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from common import checkpoint
-from common.runtime import Ranks
+from common.runtime import Process
 from helpers import support
 
 
@@ -86,8 +87,25 @@ def assert_half_a_save_is_never_chosen(whole: Path, scratch: Path) -> None:
     os.rename(folder / newest, folder / f".{newest}.tmp")
     files = sorted(path for path in (folder / f".{newest}.tmp").rglob("*") if path.is_file())
     assert len(files) > 4
-    one = Ranks(0, 1, torch.device("cpu"))
+    one = Process(0, 1, torch.device("cpu"))
     for file in reversed(files):
         assert checkpoint.choose("auto", folder, one) == folder / older
         file.unlink()
     assert checkpoint.choose("auto", folder, one) == folder / older
+
+
+def assert_same_run(run, whole, artifact="adapter_model.safetensors") -> None:
+    """Equal losses, evaluations and exported weights, bit for bit."""
+    fields = ("step", "event", "epoch", "loss", "lr", "grad_norm", "tokens", "text_gap", "eos_loss")
+    history = [
+        [
+            {k: r[k] for k in fields if k in r}
+            for r in support.metrics(folder)
+            if r.get("event") in (None, "eval", "done")
+        ]
+        for folder in (run, whole)
+    ]
+    assert history[0] == history[1]
+    mine, expected = (load_file(folder / "export" / artifact) for folder in (run, whole))
+    assert set(mine) == set(expected)
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)

@@ -4,7 +4,7 @@ import functools
 
 from common.tokens import TokenDataset
 from higgs_clone import Config
-from models.higgs.data import Pairs
+from models.higgs.data import VoiceClips
 from models.higgs.layout import layout_of
 from models.higgs.text import Chat
 
@@ -37,78 +37,80 @@ def tokenizer_of(demo):
     return AutoTokenizer.from_pretrained(str(demo / "model"), local_files_only=True)
 
 
-def make_pairs(demo, folder=None, train=True, **flags) -> Pairs:
-    """The demo's pairs, or a dataset's, with these flags."""
+def make_clips(demo, folder=None, train=True, **flags) -> VoiceClips:
+    """The demo's clips, or a dataset's, with these flags."""
     from transformers import HiggsAudioV2Config
 
     config = HiggsAudioV2Config.from_pretrained(str(demo / "model"))
     tokenizer = tokenizer_of(demo)
     tokens = TokenDataset(str(folder or demo / "tokens" / ("train" if train else "eval")))
-    return Pairs(tokens, layout_of(config, tokenizer), Chat(tokenizer), Config(**flags), train)
+    return VoiceClips(tokens, layout_of(config, tokenizer), Chat(tokenizer), Config(**flags), train)
 
 
-def logits_of(model, config, clips=(0, 1)):
-    """Logits of the first evaluation pairs, by the model's own forward."""
+def logits_of(model, config, indices=(0, 1)):
+    """Logits of the first evaluation clips, from the model's own forward."""
     from pathlib import Path
 
-    pairs = make_pairs(Path(config.model).parent, config.eval_data, train=False)
-    batch = pairs.batch(list(clips))
+    clips = make_clips(Path(config.model).parent, config.eval_data, train=False)
+    batch = clips.batch(list(indices))
     for name in ("ids", "positions", "audio_labels"):
         batch.pop(name)
     return model(**batch, use_cache=False).logits
 
 
-def text_only_rank(ranks, model: str, ds: str, out: str) -> None:
+def text_only_rank(process, model: str, ds: str, out: str) -> None:
     """Three optimizer steps in which the second rank has a chat without any audio."""
     import json
     from pathlib import Path
 
     from safetensors.torch import save_file
 
-    from common import engine
+    from common import engine, optim
     from common.ds_config import resolve_ds
-    from higgs_clone import build_model
+    from higgs_clone import build_model, compute_loss
 
     config = Config(model=model, data="x", ds=ds, preset="audio_path+attn", precision="fp32", lr=5e-5)
-    resolved = resolve_ds(ds, config, ranks.world)
+    resolved = resolve_ds(ds, config, process.world)
     trained = build_model(config, resolved)
-    pairs = make_pairs(Path(model).parent)
-    loss_of = functools.partial(_loss, pairs=pairs)
-    ds_engine = engine.start_engine(trained, loss_of, config, resolved, no_decay=("embed", "norm"))
+    clips = make_clips(Path(model).parent)
+    loss_fn = functools.partial(compute_loss, clips=clips)
+    groups = optim.parameter_groups(trained, config.weight_decay, no_decay=("embed", "norm"))
+    ds_engine = engine.start_engine(trained, loss_fn, optim.build_optimizer(groups, config, resolved), resolved)
     losses = []
     for step in range(3):
-        batch = text_only(pairs) if ranks.rank else pairs.batch([step, step + 1])
-        loss_sum, stats = ds_engine(batch)
-        engine.backward(ds_engine, loss_sum, pairs.target_weight([step, step + 1]), ranks.world)
+        batch = text_only(clips) if process.rank else clips.batch([step, step + 1])
+        output = ds_engine(batch)
+        engine.backward(ds_engine, output.loss_sum, clips.target_weight([step, step + 1]), process.world)
         engine.take_step(ds_engine)
-        losses.append(float(stats[0].sum()))
+        losses.append(float(stats_of(output)[0].sum()))
     weights = engine.full_weights(ds_engine)
-    if ranks.first:
+    if process.is_main:
         Path(out).mkdir()
         save_file(weights, f"{out}/weights.safetensors")
         Path(out, "losses.json").write_text(json.dumps(losses))
 
 
-def _loss(model, batch, pairs):
-    from models.higgs.evaluate import higgs_loss
+def stats_of(output):
+    """The parts of a LossOutput as one tensor: sums and counts, per codebook and for the text."""
+    import torch
 
-    return higgs_loss(model, batch, pairs.layout, pairs.weights)
+    return torch.stack(list(output.parts.values()), dim=1)
 
 
-def text_only(pairs) -> dict:
+def text_only(clips) -> dict:
     from models.higgs.layout import build_row, collate
 
-    [ids] = pairs.chat.ids([pairs.chat.prompt("bada gumi.", None, None, answer=False)])
-    return collate([build_row("text only", ids, [], pairs.layout, answer=False)], pairs.layout)
+    [ids] = clips.chat.ids([clips.chat.prompt("bada gumi.", None, None, answer=False)])
+    return collate([build_row("text only", ids, [], clips.layout, answer=False)], clips.layout)
 
 
-def start_from(ranks, source: str, target: str, name: str) -> None:
+def start_from(process, source: str, target: str, name: str) -> None:
     """A run folder that holds only this checkpoint of another run."""
     import json
     import shutil
     from pathlib import Path
 
-    from common.runtime import on_first
+    from common.runtime import on_main
 
     def copy() -> None:
         shutil.copytree(Path(source, "checkpoints", name), Path(target, "checkpoints", name))
@@ -116,4 +118,4 @@ def start_from(ranks, source: str, target: str, name: str) -> None:
         kept = [entry for entry in entries if entry["name"] == name]
         Path(target, "checkpoints/index.json").write_text(json.dumps({"checkpoints": kept}))
 
-    on_first(copy, ranks)
+    on_main(copy, process)

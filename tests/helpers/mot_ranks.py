@@ -28,54 +28,62 @@ def targets(batch) -> int:
 
 
 def main() -> None:
-    from common.runtime import bar_codecs
+    from common.runtime import forbid_codec_imports
 
-    bar_codecs()
+    forbid_codec_imports()
     import llama_mot
     from common.ds_config import resolve_ds
-    from common.runtime import start_ranks
+    from common.runtime import init_process
 
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    ranks = start_ranks()
+    process = init_process()
     for job in jobs["runs"]:
         config = llama_mot.Config(**job)
-        llama_mot.train(config, ranks, resolve_ds(config.ds, config, ranks.world))
-        if ranks.first:
+        llama_mot.train(config, process, resolve_ds(config.ds, config, process.world))
+        if process.is_main:
             modules = sorted(name for name, module in sys.modules.items() if module)
             (Path(config.out) / "modules.json").write_text(json.dumps(modules))
     for case in jobs["uneven"]["cases"]:
-        uneven(Path(jobs["uneven"]["demo"]), Path(jobs["uneven"]["out"]), ranks, **case)
+        uneven(Path(jobs["uneven"]["demo"]), Path(jobs["uneven"]["out"]), process, **case)
 
 
-def uneven(demo: Path, out: Path, ranks, name: str, stage: int, untie: str, recompute: bool) -> None:
+def uneven(demo: Path, out: Path, process, name: str, stage: int, untie: str, recompute: bool) -> None:
     import torch
     from safetensors.torch import save_file
 
     import llama_mot
-    from common import engine
+    from common import engine, optim
     from common.ds_config import resolve_ds
-    from helpers.mot_support import loss_of, text_batch
-    from models.mot import weights as mot_adapter
+    from helpers.mot_support import loss_output, text_batch
+    from models.mot.weights import adapter_weights
 
-    file = out / f"zero{stage}.json"
-    config = llama_mot.Config(ds=str(file), model=str(demo / "llama"), data="-", musicgen=str(demo / "musicgen"))
-    config.untie, config.precision, config.lr, config.gradient_checkpointing = untie, "fp32", 5e-4, recompute
-    ds = resolve_ds(config.ds, config, ranks.world)
+    config = llama_mot.Config(
+        ds=str(out / f"zero{stage}.json"),
+        model=str(demo / "llama"),
+        data="-",
+        musicgen=str(demo / "musicgen"),
+        untie=untie,
+        precision="fp32",
+        lr=5e-4,
+        gradient_checkpointing=recompute,
+    )
+    ds = resolve_ds(config.ds, config, process.world)
     model = llama_mot.build_model(config, ds)
-    ds_engine = engine.start_engine(model, loss_of, config, ds, no_decay=("embed",))
+    groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed",))
+    ds_engine = engine.start_engine(model, loss_output, optim.build_optimizer(groups, config, ds), ds)
     model.train()
     for step in range(UNEVEN_STEPS):
-        batches = [uneven_batch(model, step, rank) for rank in range(ranks.world)]
-        total, _ = ds_engine(batches[ranks.rank])
-        engine.backward(ds_engine, total, sum(map(targets, batches)), ranks.world)
-        engine.set_learning_rate(ds_engine, config.lr)
+        batches = [uneven_batch(model, step, rank) for rank in range(process.world)]
+        output = ds_engine(batches[process.rank])
+        engine.backward(ds_engine, output.loss_sum, sum(map(targets, batches)), process.world)
+        optim.set_learning_rate(ds_engine, config.lr)
         engine.take_step(ds_engine)
-    weights = mot_adapter.adapter_weights(ds_engine)
+    weights = adapter_weights(ds_engine)
     # No rank has music: nothing of an earlier step may come back as a gradient.
-    total, _ = ds_engine(text_batch(model, [[5, 6, 7 + ranks.rank]]))
-    engine.backward(ds_engine, total, 1.0, ranks.world)
+    output = ds_engine(text_batch(model, [[5, 6, 7 + process.rank]]))
+    engine.backward(ds_engine, output.loss_sum, 1.0, process.world)
     stale = max(float(engine.full_gradient(p).abs().max()) for p in engine.trainable(ds_engine).values())
-    save_file(weights | {"stale": torch.tensor(stale)}, out / f"{name}-{ranks.rank}.safetensors")
+    save_file(weights | {"stale": torch.tensor(stale)}, out / f"{name}-{process.rank}.safetensors")
 
 
 if __name__ == "__main__":

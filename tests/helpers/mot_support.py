@@ -1,25 +1,28 @@
 """What the tests of Llama MoT share: tiny models on the demo's checkpoints, and random batches."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from common.contracts import LossOutput
 from common.loss import IGNORE
+from llama_mot import compute_loss
 from models.mot.build import Donor, build_mot, choose_parts, expert_of, load_llama
 from models.mot.data import pad
 from models.mot.layout import Layout, music
-from models.mot.network import mot_loss
 
 DS = {"zero_optimization": {"stage": 0}}
 
 
-def build(demo, kind="musicgen", untie="ffn", gate="scalar", full=False, donor=None, llama=None, seed=0, **layout):
+def build(demo, kind="musicgen", untie="ffn", gain="scalar", full=False, donor=None, llama=None, seed=0, **layout):
     """A fresh MoTLlama on the demo's tiny Llama and MusicGen, all of it trained."""
     llama = llama or load_llama(str(demo / "llama"), torch.float32)
     donor = donor or Donor(str(demo / "musicgen"))
     layout = Layout(llama.config.vocab_size, **layout)
-    model = build_mot(llama, layout, expert_of(kind, gate, llama.config, donor), untie, full, donor, seed, DS)
+    model = build_mot(llama, layout, expert_of(kind, gain, llama.config, donor), untie, full, donor, seed, DS)
     choose_parts(model, ["all"])
     return model
 
@@ -41,8 +44,15 @@ def batch_of(model, frames, texts=None, seed=0, final=True):
     return pad([(t, *music(c, model.layout, final)) for c, t in zip(codes, texts, strict=True)], model.layout)
 
 
-def loss_of(model, batch):
-    return mot_loss(model, batch, torch.ones(4))
+def loss_output(model, batch, weights=(1.0, 1.0, 1.0, 1.0)) -> LossOutput:
+    """The recipe's loss with these codebook weights."""
+    return compute_loss(model, batch, SimpleNamespace(codebook_weights=weights))
+
+
+def loss_of(model, batch, weights=(1.0, 1.0, 1.0, 1.0)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its loss sum, and per codebook the unweighted sum and the number of targets, (2, C)."""
+    output = loss_output(model, batch, weights)
+    return output.loss_sum, torch.stack(list(output.parts.values()), dim=1)
 
 
 # ---- the reference: both experts on every token, then a mask -----------------------------------------------------
@@ -83,7 +93,7 @@ def reference_states(model, batch):
 
 
 def reference_loss(model, batch):
-    """Sum of plain cross-entropies, over the classes of the codebook that is due or over text and music."""
+    """Sum of plain cross-entropies, over the classes of the predicted codebook or over text and music."""
     states, layout, total = reference_states(model, batch), model.layout, 0.0
     for k in range(4):
         labels = batch["labels"][..., k]

@@ -17,18 +17,18 @@ sys.path[:0] = [str(ROOT / "finetune"), str(ROOT / "tests")]
 
 
 def main() -> None:
-    from common.runtime import bar_codecs
+    from common.runtime import forbid_codec_imports
 
-    bar_codecs()
+    forbid_codec_imports()
     recipe = importlib.import_module(sys.argv[1])
     import numpy as np
     import torch
 
     from common.ds_config import resolve_ds
-    from common.runtime import start_ranks
+    from common.runtime import init_process
 
     probe = higgs_logits if sys.argv[1].startswith("higgs") else dia_logits
-    ranks = start_ranks()
+    ranks = init_process()
     for job in json.loads(Path(sys.argv[2]).read_text()):
         if "call" in job:
             module, function = job["call"].split(":")
@@ -41,7 +41,7 @@ def main() -> None:
             continue
         with torch.no_grad():
             logits = probe(model, config)
-        if ranks.first:
+        if ranks.is_main:
             np.savez(Path(config.out) / "probe.npz", logits=logits.float().numpy())
             modules = sorted(name for name, module in sys.modules.items() if module)
             (Path(config.out) / "modules.json").write_text(json.dumps(modules))

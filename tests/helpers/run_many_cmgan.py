@@ -2,7 +2,8 @@
 
     run_many_cmgan.py JOBS.json      JOBS: [{"config": {...}, "nan": id or null}, ...]
 
-After each run every rank writes RUN/networks-RANK.pt with the weights and buffers of both networks.
+After each run every rank writes RUN/networks-RANK.pt with the weights and buffers of both networks as the last step
+left them, before the best checkpoint is loaded for the export.
 """
 
 import json
@@ -15,9 +16,9 @@ sys.path[:0] = [str(ROOT / "finetune"), str(ROOT / "tests")]
 
 
 def main() -> None:
-    from common.runtime import bar_codecs
+    from common.runtime import forbid_codec_imports
 
-    bar_codecs()
+    forbid_codec_imports()
     from common.scorer import Scorer
 
     scorer = Scorer(1)
@@ -26,23 +27,29 @@ def main() -> None:
     import cmgan
     from common.ds_config import resolve_ds
     from common.pairs import Crops
-    from common.runtime import start_ranks
+    from common.runs import Run
+    from common.runtime import init_process
 
-    ranks = start_ranks(timeout_minutes=2)
-    honest = Crops.batch
+    process = init_process(timeout_minutes=2)
+    honest, load_best = Crops.batch, Run.load_best
+
+    def save_networks(run, engines, *arguments):
+        networks = {name: engines[name].module.model.state_dict() for name in engines}
+        torch.save(networks, run.folder / f"networks-{process.rank}.pt")
+        return load_best(run, engines, *arguments)
+
+    Run.load_best = save_networks
     for job in json.loads(Path(sys.argv[1]).read_text()):
         config, poisoned = cmgan.Config(**job["config"]), job.get("nan")
 
-        def batch(self, chosen, epoch=0, poisoned=poisoned):
-            made = honest(self, chosen, epoch)
+        def batch(self, indices, epoch=0, poisoned=poisoned):
+            made = honest(self, indices, epoch)
             if poisoned in made["ids"]:
                 made["noisy"][made["ids"].index(poisoned), 5] = float("nan")
             return made
 
         Crops.batch = batch
-        engines = cmgan.train(config, ranks, resolve_ds(config.ds, config, ranks.world), scorer)
-        networks = {name: engines[name].module.model.state_dict() for name in engines}
-        torch.save(networks, Path(config.out) / f"networks-{ranks.rank}.pt")
+        cmgan.train(config, process, resolve_ds(config.ds, config, process.world), scorer)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ sys.path[:0] = [str(ROOT / "finetune"), str(ROOT / "tests")]
 
 
 def main() -> None:
-    from common.runtime import bar_codecs
+    from common.runtime import forbid_codec_imports
 
-    bar_codecs()
+    forbid_codec_imports()
     from common.scorer import Scorer
 
     scorer = Scorer(1)
@@ -27,11 +27,11 @@ def main() -> None:
 
     import diffusion_buffer as recipe
     from common.ds_config import resolve_ds
-    from common.runtime import start_ranks
-    from models.diffusion_buffer.data import Windows
+    from common.runtime import init_process
+    from models.diffusion_buffer.data import Clips
 
-    ranks = start_ranks(timeout_minutes=2)
-    honest_item, honest_loss, honest_evaluate = Windows.item, recipe.batch_to_loss, recipe.evaluate
+    process = init_process(timeout_minutes=2)
+    honest_item, honest_loss, honest_evaluate = Clips.item, recipe.compute_loss, recipe.evaluate
     for job in json.loads(Path(sys.argv[1]).read_text()):
 
         def item(self, row, epoch, name, spec, job=job):
@@ -41,20 +41,20 @@ def main() -> None:
             return made
 
         def loss(model, batch, spec, job=job):
-            if ranks.first and len(batch["ids"]) > job.get("fits", 99):
+            if process.is_main and len(batch["ids"]) > job.get("fits", 99):
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            total, *rest = honest_loss(model, batch, spec)
-            return (total * float("inf") if job.get("inf") and batch["autocast"] else total), *rest
+            output = honest_loss(model, batch, spec)
+            infinite = job.get("inf") and batch["autocast"]
+            return output._replace(loss_sum=output.loss_sum * float("inf")) if infinite else output
 
-        def evaluate(model, evaluation, run, step, job=job):
-            found = honest_evaluate(model, evaluation, run, step)
-            return job["scores"][step - 1] if "scores" in job and step else found
+        def evaluate(model, clips, run, ema, step, job=job):
+            score = honest_evaluate(model, clips, run, ema, step)
+            return job["scores"][step - 1] if "scores" in job and step else score
 
-        Windows.item, recipe.batch_to_loss, recipe.evaluate = item, loss, evaluate
+        Clips.item, recipe.compute_loss, recipe.evaluate = item, loss, evaluate
         config = recipe.Config(**job["config"])
-        recipe.make_safe(config)
-        engine = recipe.train(config, ranks, resolve_ds(config.ds, config, ranks.world), scorer)
-        torch.save(engine.module.model.state_dict(), Path(config.out) / f"network-{ranks.rank}.pt")
+        engine = recipe.train(config, process, resolve_ds(config.ds, config, process.world), scorer)
+        torch.save(engine.module.model.state_dict(), Path(config.out) / f"network-{process.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this machine, for the time of a test: munged, slurmctld and two slurmd of our own."""
+"""A real SLURM cluster with two nodes on this machine during a test: our own munged, slurmctld and two slurmd."""
 
 import os
 import shutil
@@ -41,10 +41,10 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=60 State=UP
 """
 
 
-def missing() -> str:
-    """Why there can be no cluster here; empty if there can. Installs SLURM where it may."""
+def reason_to_skip() -> str:
+    """Why no cluster can run here; empty if it can. Installs SLURM if it is missing."""
     if os.getuid() != 0:
-        return "the daemons of SLURM need root"
+        return "SLURM's daemons need root"
     if all(map(find, PROGRAMS)):
         return ""
     environment = support.environment(AUDIO_FINETUNE_ENV=str(Path(support.PYTHON).parents[1]))
@@ -52,7 +52,7 @@ def missing() -> str:
         [support.ROOT / "launch.sh", "setup", "--with-slurm"], env=environment, capture_output=True, text=True
     )
     absent = [name for name in PROGRAMS if not find(name)]
-    return f"./launch.sh setup --with-slurm did not bring {', '.join(absent)}: {done.stderr[-300:]}" if absent else ""
+    return f"./launch.sh setup --with-slurm did not install {', '.join(absent)}: {done.stderr[-300:]}" if absent else ""
 
 
 def find(name: str) -> str | None:
@@ -61,7 +61,7 @@ def find(name: str) -> str | None:
 
 @contextmanager
 def cluster(folder: Path):
-    """Yields the environment in which sbatch and its kin talk to this cluster, and what starts a node (again)."""
+    """Yields the environment for sbatch, scontrol and so on, the daemons by node, and a function that starts a node."""
     folder.mkdir(mode=0o700)
     (folder / "state").mkdir()
     key = folder / "munge.key"
@@ -108,11 +108,11 @@ def run(env: dict, *words) -> str:
     return subprocess.run(list(map(str, words)), env=env, capture_output=True, text=True, check=False).stdout
 
 
-def wait_until(true, seconds: float = 60) -> None:
+def wait_until(condition, seconds: float = 60) -> None:
     deadline = time.time() + seconds
-    while not true():
+    while not condition():
         if time.time() > deadline:
-            raise TimeoutError("the cluster did not come up, or a job did not get there")
+            raise TimeoutError(f"not reached within {seconds:g} s")
         time.sleep(0.2)
 
 

@@ -32,20 +32,20 @@ def child_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def rank_environment(rank: int, world: int, port: str) -> dict:
+    """What a launcher sets for one rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
+    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return environment(**{name: str(number) for name, number in numbers.items()}, **addresses)
+
+
 def start_ranks(script: Path, arguments: list, world: int = 2) -> list[subprocess.Popen]:
     """Starts the ranks of one job as the launcher would, without the launcher's own imports."""
     port = free_port()
     return [
         subprocess.Popen(
             [PYTHON, script, *map(str, arguments)],
-            env=environment(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(world),
-                LOCAL_SIZE=str(world),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port,
-            ),
+            env=rank_environment(rank, world, port),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

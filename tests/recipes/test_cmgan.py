@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 import cmgan
 from common.ds_config import resolve_ds
-from common.keyed_random import key64, uniform
+from common.keyed_random import torch_seed, uniform
 from common.pairs import PairDataset
 from common.plan import Plan
-from common.runtime import Ranks
+from common.runtime import Process
 from helpers import support
 from models.cmgan import signal
 from models.cmgan.enhance import enhance
@@ -39,7 +39,7 @@ SMALL = {
     "probe": 8,
     "gradient_checkpointing": False,
 }
-ONE = Ranks(0, 1, torch.device("cpu"))
+ONE = Process(0, 1, torch.device("cpu"))
 
 
 def stage_file(folder, stage: int) -> str:
@@ -124,9 +124,10 @@ def plain_training(data, noisy_term=False, replay=0):
                 pair = signal.normalise(batch["noisy"], batch["clean"])
                 silent = not batch["noisy"].any()
                 hiss = torch.randn(1, crops.length, generator=torch.Generator().manual_seed(0))
-                torch.manual_seed(key64(0, step, slot, "dropout") % 2**63)
+                torch.manual_seed(torch_seed(0, step, slot, "dropout"))
                 made = signal.estimate(g(signal.spectrum(hiss if silent else pair.noisy)), pair)
-                loss = (signal.generator_terms(made, d) * torch.tensor([0.1, 0.9, 0.2, 0.05])[:, None]).sum()
+                terms = torch.stack(list(cmgan.loss_terms(made, d).values()))
+                loss = (terms * torch.tensor([0.1, 0.9, 0.2, 0.05])[:, None]).sum()
                 loss = 0 * loss if silent else loss
                 (loss / 4).backward()
                 keep(slot)
@@ -153,7 +154,7 @@ def plain_training(data, noisy_term=False, replay=0):
         counts[0] += sum(item[2] is not None for _, recalled in seen.values() for item in recalled)
         with gradients_of_ranks(d) as keep:
             for slot in (0, 2, 1, 3):
-                torch.manual_seed(key64(0, step, slot, "dropout of d") % 2**63)
+                torch.manual_seed(torch_seed(0, step, slot, "dropout of d"))
                 fakes, recalled = seen[slot]
                 loss = (d(fakes[0][0], fakes[0][0]) - 1).square().sum() / 4
                 shares = [*zip(fakes, counts, strict=True), *((item, counts[0]) for item in recalled)]

@@ -25,8 +25,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 # Dropout, average, gate, replay, a drop of the rate, evaluation: each is state that a resume could lose.
 JOB = (
     "--channels 4 --disc-channels 2 --seconds 0.5 --micro-batch 1 --steps 12 --lr 1e-3 --ema 0.9 --hold-out dov "
-    "--eval-files 2 --eval-every 4 --save-every 4 --samples 0 --probe 8 --probe-every 2 --gate on --gate-open 0.01 "
-    "--gate-close 0 --gan-ramp 6 --replay 3 --noisy-term --no-gradient-checkpointing --decay-epochs 0.25"
+    "--eval-files 2 --eval-every 4 --save-every 4 --samples 0 --probe 8 --probe-every 2 --gan-gate on "
+    "--gan-gate-open 0.01 --gan-gate-close 0 --gan-ramp 6 --replay 3 --noisy-term --no-gradient-checkpointing "
+    "--decay-epochs 0.25"
 ).split()
 
 
@@ -64,8 +65,8 @@ def assert_same_run(run, whole) -> None:
             torch.load(path / name / "mp_rank_00_model_states.pt", weights_only=True)["module"] for path in final
         )
         assert all(torch.equal(mine[key], expected[key]) for key in expected)
-    extras = [json.loads((path / "trainer_state.json").read_text())["extra"] for path in final]
-    assert extras[0] == extras[1] and extras[0]["gate"]["level"] > 0 and extras[0]["labels"] == 24
+    states = [json.loads((path / "trainer_state.json").read_text())["loop_state"] for path in final]
+    assert states[0] == states[1] and states[0]["gan_ramp"]["level"] > 0 and states[0]["labels"] == 24
     stores = [torch.load(path / "rank-00001.pt", weights_only=True)["store"] for path in final]
     assert len(stores[0]) == 3 and all(
         torch.equal(a["made"], b["made"]) and a["step"] == b["step"] for a, b in zip(*stores, strict=True)
@@ -73,7 +74,7 @@ def assert_same_run(run, whole) -> None:
 
 
 def kept(record) -> bool:
-    return record.get("event") in (None, "eval", "alarm", "gate", "done")
+    return record.get("event") in (None, "eval", "alarm", "gan_gate", "done")
 
 
 def start(run, pairs):
@@ -88,10 +89,10 @@ def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whol
     assert len(processes_of(run)) >= 4  # two ranks, each with a scorer
     kill_all(ranks, run)
     outputs = kill_all_while_saving(start(run, pairs), run, 8)
-    assert f"going on after step 4 from {run}/checkpoints/step-00000004" in outputs[0]
+    assert f"resuming after step 4 from {run}/checkpoints/step-00000004" in outputs[0]
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert re.search("going on after step [48]", outputs[0])
+    assert re.search("resuming after step [48]", outputs[0])
     assert_same_run(run, whole)
 
 
@@ -109,7 +110,7 @@ def test_sigterm_to_one_rank_saves_both_networks_and_resumes(whole, pairs, tmp_p
     }
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert f"going on after step {stopped}" in outputs[0]
+    assert f"resuming after step {stopped}" in outputs[0]
     assert_same_run(run, whole)
 
 
@@ -123,4 +124,4 @@ def test_another_setting_of_the_networks_is_refused(whole, pairs, tmp_path):
     words = job(run, pairs)
     words[words.index("--disc-channels") + 1] = "4"
     codes, outputs = support.finish(support.start_ranks(support.ROOT / "finetune" / "cmgan.py", words, world=1))
-    assert codes == [2] and "of another run" in outputs[0] and "disc_channels: 2 then, 4 now" in outputs[0]
+    assert codes == [2] and "belongs to another run" in outputs[0] and "disc_channels: 2 then, 4 now" in outputs[0]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,19 +15,21 @@ from test_cmgan import SMALL, stage_file
 
 import cmgan
 from common import engine
-from common.config import UserError, parse_args
+from common.artifacts import build_config
+from common.config import UserError
 from common.ds_config import resolve_ds
 from common.pairs import PairDataset
 from common.runs import Run
-from common.runtime import start_ranks
+from common.runtime import init_process
 from common.scorer import Scorer
 from helpers import support
-from models.cmgan import enhance as cmgan_enhance
-from models.cmgan import evaluate as cmgan_evaluate
-from models.cmgan import labels as cmgan_labels
-from models.cmgan import signal as cmgan_signal
-from models.cmgan.diagnose import Findings, check_history, diagnose, take_from_run
+from infer import enhance as infer_enhance
+from models.cmgan import evaluate as evaluate_module
+from models.cmgan import labels as labels_module
+from models.cmgan.diagnose import Findings, check_history, diagnose, evaluation_data
+from models.cmgan.enhance import enhance, enhance_run
 from models.cmgan.network import TSCNet
+from models.cmgan.weights import load_networks
 
 TINY = {**SMALL, "channels": 4, "disc_channels": 2, "accumulation": 1, "steps": 2, "warmup": 0.0}
 TINY |= {"hold_out": ["dov"], "eval_files": 2}
@@ -34,7 +37,7 @@ TINY |= {"hold_out": ["dov"], "eval_files": 2}
 
 @pytest.fixture(scope="module")
 def ranks():
-    return start_ranks()
+    return init_process()
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +104,8 @@ def test_mutation_an_unfrozen_discriminator_learns_something_else(trained, tmp_p
 
 
 def test_a_loss_with_another_target_does_not_even_start(trained, monkeypatch):
-    right = cmgan_signal.reconstruction
-    monkeypatch.setattr(cmgan_signal, "reconstruction", lambda est: right(est) + 0.5)
+    right = cmgan.loss_terms
+    monkeypatch.setattr(cmgan, "loss_terms", lambda est, d: {name: term + 0.5 for name, term in right(est, d).items()})
     with pytest.raises(UserError, match="a perfect estimate does not score 0"):
         trained()
 
@@ -116,7 +119,7 @@ def test_both_networks_move_once_a_step_and_crops_of_one_sound_train(trained):
 def test_too_many_missing_labels_end_the_run_and_name_the_reason(trained, tmp_path, monkeypatch):
     rows = [{"id": f"a_{i}", "noisy": noise(i), "clean": np.zeros(9000, np.int16)} for i in range(4)]
     data = support.write_pairs(tmp_path / "silent", rows)
-    monkeypatch.setattr(cmgan_labels, "ENOUGH", 4)
+    monkeypatch.setattr(labels_module, "ENOUGH", 4)
     with pytest.raises(UserError, match=r"4 of the last 4 sounds have no PESQ \(\{'NoUtterancesError': 4\}"):
         trained(data=str(data), hold_out=[], steps=9, micro_batch=2)
 
@@ -124,14 +127,14 @@ def test_too_many_missing_labels_end_the_run_and_name_the_reason(trained, tmp_pa
 def test_labels_that_begin_to_miss_are_not_hidden_by_a_good_past(ranks):
     """Each evaluation with enough labels starts to count anew."""
     run = Run.__new__(Run)
-    run.config, run.ranks, run.pending, run.tracker = cmgan.Config(), ranks, None, Silent()
-    extra = {"labels": 0, "missing": 0, "reasons": {}}
+    run.config, run.process, run.pending, run.tracker = cmgan.Config(), ranks, None, Silent()
+    loop_state = {"labels": 0, "missing": 0, "reasons": {}}
     for step in range(200):
-        cmgan_labels.count_missing(extra, [], 0, 4, step, run)
-    cmgan_labels.start_counting_anew(extra)
+        labels_module.count_missing(loop_state, [], 0, 4, step, run)
+    labels_module.restart_count(loop_state)
     with pytest.raises(UserError, match="100 of the last 100 sounds"):
         for step in range(50):
-            cmgan_labels.count_missing(extra, ["a: NoUtterancesError"] * 4, 4, 4, step, run)
+            labels_module.count_missing(loop_state, ["a: NoUtterancesError"] * 4, 4, 4, step, run)
 
 
 class Silent:
@@ -176,23 +179,23 @@ def test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back(traine
     published = TSCNet(4)
     torch.save({f"module.{name}": value for name, value in published.state_dict().items()}, tmp_path / "ckpt")
     options = {"model": str(tmp_path / "ckpt"), "steps": 4, "probe_every": 2, "gan_ramp": 4}
-    engines, run = trained(**options, gate_open=1.0)
+    engines, run = trained(**options, gan_gate_open=1.0)
     records = support.step_records(run)
     assert [r["gan_level"] for r in records] == [0, 0, 0, 0] and all(r["loss_gan"] == 0 for r in records)
     assert engines["d"].global_steps == 4  # it learns all the while
     moved = weights(engines, "g")["mask_decoder.prelu_out.weight"] - published.mask_decoder.prelu_out.weight
     assert 0 < float(moved.abs().max()) <= 4.1 * SMALL["lr"]
-    _, run = trained(**options, gate_open=-1.0, gate_close=-1.0, out=tmp_path / "open")
+    _, run = trained(**options, gan_gate_open=-1.0, gan_gate_close=-1.0, out=tmp_path / "open")
     assert [r["gan_level"] for r in support.step_records(run)] == [0, 0, 0, 0.25]
-    (event,) = [r for r in support.metrics(run) if r.get("event") == "gate"]
-    assert event["step"] == 2 and "the GAN term comes in" in event["message"]
+    (event,) = [r for r in support.metrics(run) if r.get("event") == "gan_gate"]
+    assert event["step"] == 2 and "the GAN loss is enabled" in event["message"]
 
 
 def test_an_export_goes_on_with_its_own_discriminator(trained, finished):
-    engines, run = trained(model=str(finished / "export"), steps=1, gate="off")
+    engines, run = trained(model=str(finished / "export"), steps=1, gan_gate="off")
     assert support.step_records(run)[0]["gan_level"] == 1.0
     assert engines["d"].module.model.channels == 2
-    with pytest.raises(UserError, match="--gate needs held-out sounds"):
+    with pytest.raises(UserError, match="--gan-gate needs held-out sounds"):
         trained(model=str(finished / "export"), hold_out=[], out=run.parent / "other")
 
 
@@ -204,17 +207,19 @@ def test_mutation_a_random_eval_crop_is_seen(pairs, ranks, scorer, monkeypatch):
     torch.manual_seed(0)
     nets = TSCNet(4), cmgan.Discriminator(2)
     data = PairDataset(str(pairs), 16000)
-    options = (data, data.rows_starting(["dov"])[:2], [0.1, 0.9, 0.2, 0.05], 10**6, scorer, ranks)
-    first, second = (cmgan_evaluate.measure_files(*nets, *options) for _ in range(2))
-    assert first == second and [r["samples"] for r in first] == [int(data.samples[i]) for i in options[1]]
-    whole = cmgan_evaluate.sounds
+    rows = data.rows_starting(["dov"])[:2]
+    files = evaluate_module.EvalFiles(data, rows, cmgan.loss_terms, 10**6, scorer, ranks)
+    loss_weights = cmgan.loss_weights(cmgan.Config(), 1.0)
+    first, second = (files.measure(*nets, loss_weights) for _ in range(2))
+    assert first == second and [r["samples"] for r in first] == [int(data.samples[i]) for i in rows]
+    whole = evaluate_module.sounds
 
     def cropped(pairs, row):
         start = np.random.randint(0, 2000)
         return tuple(side[start : start + 8000] for side in whole(pairs, row))
 
-    monkeypatch.setattr(cmgan_evaluate, "sounds", cropped)
-    third, fourth = (cmgan_evaluate.measure_files(*nets, *options) for _ in range(2))
+    monkeypatch.setattr(evaluate_module, "sounds", cropped)
+    third, fourth = (files.measure(*nets, loss_weights) for _ in range(2))
     assert third != fourth and first != third
 
 
@@ -223,7 +228,8 @@ def test_the_best_by_pesq_is_exported_and_the_test_set_chooses_nothing(finished)
     evals = [record for record in records if record.get("event") == "eval" and record["step"]]
     best = max(evals, key=lambda record: record["pesq"])
     facts = json.loads((finished / "export" / "config.json").read_text())
-    assert facts["step"] == best["step"] and facts["pesq"] == pytest.approx(best["pesq"])
+    assert facts["checkpoint"]["step"] == best["step"] and facts["recipe"] == "cmgan"
+    assert facts["checkpoint"]["score"] == pytest.approx(-best["pesq"])
     (test,) = [record for record in records if record.get("event") == "test"]
     assert {"pesq", "csig", "cbak", "covl", "ssnr", "stoi"} <= set(test)
     assert len((finished / "evaluations" / "test.csv").read_text().splitlines()) == 3
@@ -235,32 +241,36 @@ def test_the_best_by_pesq_is_exported_and_the_test_set_chooses_nothing(finished)
     assert page.count("<audio") == 3 and "class=warn" in page  # this one knows its level is wrong
 
 
-# ---- doctor ----------------------------------------------------------------------------------------------------------
+# ---- diagnose --------------------------------------------------------------------------------------------------------
+
+
+def trained_config(finished, **changes):
+    return build_config(cmgan.Config, json.loads((finished / "config.json").read_text())["config"], **changes)
 
 
 def ask(finished, ranks, scorer, place, **changes):
-    config = cmgan.Config(diagnose=str(place), seconds=0.5, probe=8, eval_files=2, **changes)
-    return diagnose(config, ranks, scorer)
+    config = trained_config(finished, **changes)
+    return diagnose(str(place), config, cmgan.loss_terms, cmgan.loss_weights(config, 1.0), ranks, scorer)
 
 
-def test_the_doctor_checks_a_run_and_says_what_it_measured(finished, ranks, scorer, capsys):
+def test_diagnose_checks_a_run_and_says_what_it_measured(finished, ranks, scorer, capsys):
     with contextlib.suppress(UserError):  # a model of three steps has a gain far from 1
         ask(finished, ranks, scorer, finished)
     lines = capsys.readouterr().out.splitlines()
     named = {line.split(":")[0].split("  ")[-1]: line for line in lines if line[:4] in ("PASS", "WARN", "FAIL")}
     wanted = {"weights", "finite", "perfect estimate", "lengths", "PESQ labels", "PESQ speed", "gain", "pesq", "memory"}
-    assert wanted | {"discriminator knows PESQ", "gradient shares", "loss and PESQ agree"} <= set(named)
+    assert wanted | {"discriminator follows PESQ", "gradient shares", "loss and PESQ agree"} <= set(named)
     assert named["perfect estimate"].startswith("PASS") and "0.0% of 50 crops" in named["PESQ labels"]
 
 
-def test_the_doctor_checks_a_run_as_it_was_trained(finished, tmp_path):
-    """Not with the flags of the embedded demo, which a command without --model and --data would otherwise take."""
-    config = parse_args(cmgan.Config, "", ["--diagnose", str(finished)], demo=cmgan.DEMO)
-    assert (config.seconds, config.probe, config.gradient_checkpointing) == (2.0, 64, True)
+def test_diagnose_checks_a_run_as_it_was_trained(finished):
+    """Not with the flags of the embedded demo, nor with the recipe's defaults."""
+    config = trained_config(finished)
     used = json.loads((finished / "config.json").read_text())["config"]
-    path, held_out = take_from_run(config)
     assert (config.seconds, config.probe) == (used["seconds"], used["probe"]) == (TINY["seconds"], TINY["probe"])
-    assert (path, held_out) == (used["data"], ["dov"])
+    assert evaluation_data(config) == (used["data"], ["dov"])
+    assert trained_config(finished, eval_data="other").eval_data == "other"
+    assert build_config(cmgan.Config, {"seconds": 1.0, "a_flag_of_old": 1}).seconds == 1.0
     with open(finished / "metrics.jsonl", "a") as record:
         record.write('{"event": "ev')  # a killed run
     found = Findings()
@@ -269,21 +279,21 @@ def test_the_doctor_checks_a_run_as_it_was_trained(finished, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["checkpoints/step-00000002", "export", "export/generator.pt"])
-def test_the_doctor_takes_checkpoints_exports_and_bare_files(finished, pairs, ranks, scorer, place, capsys):
+def test_diagnose_takes_checkpoints_exports_and_bare_files(finished, pairs, ranks, scorer, place, capsys):
     with contextlib.suppress(UserError):
         ask(finished, ranks, scorer, finished / place, eval_data=str(pairs))
     printed = capsys.readouterr().out
-    assert "PASS  weights" in printed and ("no discriminator in it" in printed) == place.endswith(".pt")
+    assert "PASS  weights" in printed and ("it has no discriminator" in printed) == place.endswith(".pt")
 
 
-def test_the_doctor_fails_the_scale_bug_with_its_number(finished, ranks, scorer, monkeypatch, capsys):
-    right = cmgan_signal.reconstruction
+def test_diagnose_fails_the_scale_bug_with_its_number(finished, ranks, scorer, monkeypatch, capsys):
+    right = cmgan.loss_terms
 
-    def wrong(est):
-        own_level = est.pair.clean / est.pair.scale[:, None]
-        return torch.cat([right(est)[:2], (est.wave - own_level).abs().mean(1)[None]])
+    def wrong(est, judge):
+        own_level = est.normalised.clean / est.normalised.scale[:, None]
+        return right(est, judge) | {"time": (est.wave - own_level).abs().mean(1)}
 
-    monkeypatch.setattr(cmgan_signal, "reconstruction", wrong)
+    monkeypatch.setattr(cmgan, "loss_terms", wrong)
     with pytest.raises(UserError, match=r"checks failed: .*perfect estimate"):
         ask(finished, ranks, scorer, finished)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "perfect estimate" in line]
@@ -298,13 +308,73 @@ def test_enhance_writes_what_the_model_hears(finished, pairs, tmp_path):
     noisy = data.noisy(0).astype(np.float32) / 32768
     (tmp_path / "in").mkdir()
     soundfile.write(tmp_path / "in" / "a.wav", noisy, 16000)
-    config = cmgan.Config(enhance=str(tmp_path / "in"), model=str(finished / "export"), out=str(tmp_path / "out"))
-    cmgan_enhance.main(config)
+    model, _ = load_networks(str(finished / "export"))
+    expected = enhance(model.eval(), noisy, 10**6, "cpu")
+    enhance_run(str(finished / "export"), tmp_path / "in", tmp_path / "out", 16.0)
     found, _ = soundfile.read(tmp_path / "out" / "a.wav", dtype="float32")
-    model, _ = cmgan.cmgan_files.load_networks(str(finished / "export"))
-    assert np.abs(found - cmgan_enhance.enhance(model.eval(), noisy, 10**6, "cpu")).max() < 1e-4
-    with pytest.raises(UserError, match="--enhance needs --model and --out"):
-        cmgan_enhance.main(cmgan.Config(enhance=str(tmp_path / "in")))
+    assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("place", ["", "export", "export/generator.pt", "checkpoints/step-00000003"])
+def test_infer_enhance_finds_the_kind_of_model(finished, place, tmp_path):
+    """A run, its export, a file in it, a checkpoint."""
+    (tmp_path / "in").mkdir()
+    soundfile.write(tmp_path / "in" / "a.wav", 0.1 * np.sin(np.arange(9000)), 16000)
+    words = ["--model" if place else "--run", finished / place, "--source", tmp_path / "in", "--out", tmp_path / "out"]
+    infer_enhance.enhance(infer_enhance.parse_args(list(map(str, words))))
+    assert soundfile.info(tmp_path / "out" / "a.wav").frames == 9000
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--run RUN --delay 2", "--delay is for diffusion_buffer models, but this is a cmgan model"),
+        ("--run RUN --window-seconds 1", "--window-seconds 1.0 is out of range"),
+        ("--run RUN/nowhere", "nowhere does not exist"),
+        ("--run RUN/checkpoints", "checkpoints has no export"),
+        ("--model RUN --recipe diffusion_buffer", "was made by cmgan, not by --recipe diffusion_buffer"),
+        ("--model BARE", "comes without a config.json: name its recipe with --recipe cmgan or diffusion_buffer"),
+        ("--model RUN/export --source RUN/export", "is not a folder with .wav or .flac files"),
+    ],
+)
+def test_mistakes_of_infer_enhance_are_one_sentence(finished, tmp_path, words, sentence):
+    shutil.copy(finished / "export" / "generator.pt", tmp_path / "ckpt")
+    words = words.replace("RUN", str(finished)).replace("BARE", str(tmp_path / "ckpt")).split()
+    words += [] if "--source" in words else ["--source", str(tmp_path)]
+    with pytest.raises(UserError, match=sentence) as error:
+        infer_enhance.enhance(infer_enhance.parse_args([*words, "--out", str(tmp_path / "out")]))
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def run_infer(script: str, *words) -> subprocess.CompletedProcess:
+    command = [support.PYTHON, support.ROOT / "finetune" / "infer" / script, *words]
+    return subprocess.run(command, env=support.environment(), cwd=support.ROOT, capture_output=True, text=True)
+
+
+def test_infer_diagnose_prints_its_checks_and_fails_with_code_2(finished):
+    done = run_infer("diagnose.py", "--run", finished)
+    assert "PASS  perfect estimate" in done.stdout and "FAIL  gain" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {finished}: 1 checks failed: gain")
+
+
+def test_infer_diagnose_of_a_recipe_needs_no_weights(pairs):
+    done = run_infer("diagnose.py", "--recipe", "cmgan", "--eval-data", pairs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS  PESQ labels" in done.stdout and "PASS  memory" in done.stdout and "gain" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "sentence"),
+    [
+        ("diagnose.py", "--model nowhere", "error: nowhere does not exist."),
+        ("diagnose.py", "--run tests", "error: tests comes without a config.json"),
+        ("diagnose.py", "", "error: give --run, --model or --recipe."),
+        ("enhance.py", "--model nowhere --source tests --out out", "error: nowhere does not exist."),
+    ],
+)
+def test_mistakes_of_infer_commands_exit_with_2_without_a_traceback(script, words, sentence):
+    done = run_infer(script, *words.split())
+    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
 
 
 def test_dry_run_prints_sizes_memory_and_the_schedule_and_writes_nothing(trained, capsys):
@@ -326,8 +396,8 @@ def test_dry_run_prints_sizes_memory_and_the_schedule_and_writes_nothing(trained
         ({"model": "nowhere"}, "neither a checkpoint file nor a folder"),
         ({"hold_out": ["nobody"]}, "no id in"),
         ({"test_data": "nowhere"}, "nowhere"),
-        ({"test_data": "nowhere", "export": False}, "not with --no-export"),
-        ({"gate_open": 0.5}, "--gate-close 0.6 is above --gate-open 0.5"),
+        ({"test_data": "nowhere", "export": False}, "which --no-export leaves out"),
+        ({"gan_gate_open": 0.5}, "--gan-gate-close 0.6 is above --gan-gate-open 0.5"),
     ],
 )
 def test_mistakes_are_one_sentence(trained, changes, sentence):

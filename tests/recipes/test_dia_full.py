@@ -11,7 +11,6 @@ import pytest
 import soundfile
 import torch
 from safetensors.torch import load_file
-from test_dia_lora_faults import assert_same_run
 from torch.nn import functional as F
 from transformers import DiaForConditionalGeneration
 
@@ -21,6 +20,8 @@ from common.ds_config import resolve_ds
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.dia_plain import train_plain
+from helpers.faults import assert_same_run
+from helpers.rank_server import Runs
 from models.dia import weights as dia_weights
 from models.dia.data import Clips
 from models.dia.layout import layout_of
@@ -41,26 +42,21 @@ SMALL = {
 }
 LEARNING = {**SMALL, "steps": 14, "micro_tokens": 900, "accumulation": 1, "lr": 3e-3, "warmup": 3.0}
 # AdamW's first step moves every weight that has a gradient by the rate itself.
-ONE_STEP = {**SMALL, "lr": 5e-4, "steps": 1, "warmup": 0.0, "weight_decay": 0.0, "min_lr_ratio": 1.0, "uncond": 0.0}
+ONE_STEP = {
+    **SMALL,
+    "lr": 5e-4,
+    "steps": 1,
+    "warmup": 0.0,
+    "weight_decay": 0.0,
+    "min_lr_ratio": 1.0,
+    "text_dropout": 0.0,
+}
 ELASTIC = {**SMALL, "steps": 6, "save_every": 2, "keep": 5, "ema": 0.9, "layer_decay": 0.8}
 
 
-def train_all(demo, folder, configs: dict, world: int) -> None:
-    jobs = []
-    assets = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
-    for name, config in configs.items():
-        jobs.append({"config": {**assets, **config, "out": str(folder / name)}})
-    file = folder / f"jobs-{'-'.join(configs)[:60]}.json"
-    file.write_text(json.dumps(jobs))
-    ranks = support.start_ranks(support.ROOT / "tests" / "helpers" / "run_many.py", ["dia_full", file], world)
-    codes, outputs = support.finish(ranks, timeout=1800)
-    assert not any(codes), "".join(output[-3000:] for output in outputs)
-    (folder / f"{file.stem}.log").write_text(outputs[0])
-
-
 @pytest.fixture(scope="module")
-def runs(demo, tmp_path_factory):
-    """All two-rank runs of this file, trained by one pair of processes; the folder of run folders."""
+def runs(demo, two_ranks, tmp_path_factory):
+    """runs / name: the folder of a two-rank run, trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("runs")
     stereo = stereo_tokens(demo, folder / "stereo-tokens")
     tags = folder / "tags.json"
@@ -83,8 +79,9 @@ def runs(demo, tmp_path_factory):
         "elastic3": {**ELASTIC, "ds": zero["zero3"]},
     }
     configs["stereo"] |= {"samples": 1, "sample_frames": 12, "micro_tokens": 1800}
-    train_all(demo, folder, configs, world=2)
-    return folder
+    assets = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
+    configs = {name: assets | config for name, config in configs.items()}
+    return Runs(two_ranks, "dia_full", folder, configs, after="helpers.dia_support:probe")
 
 
 def stereo_tokens(demo, target):
@@ -143,7 +140,7 @@ def test_the_exported_average_equals_one_process(runs, plain):
 def test_the_export_loads_with_plain_transformers_and_gives_the_engines_logits(runs, demo, run):
     model = DiaForConditionalGeneration.from_pretrained(runs / run / "export").eval()
     assert model.dtype == torch.float32
-    config = dia_full.Config(uncond=0.0)
+    config = dia_full.Config(text_dropout=0.0)
     clips = Clips(TokenDataset(str(demo / "tokens/eval")), layout_of(model.config), config, {}, train=False)
     batch = {k: v for k, v in clips.batch([0, 1]).items() if k not in ("ids", "labels", "positions")}
     with torch.no_grad():
@@ -219,15 +216,14 @@ def test_a_mono_checkpoint_trained_on_stereo_is_a_stereo_model_that_speaks_with_
     (wav,) = (runs / "stereo" / "samples").glob("step-*/*.wav")
     audio, _ = soundfile.read(wav)
     assert audio.ndim == 2 and audio.shape[1] == 2 and len(audio) > 0
-    log = next(runs.glob("*.log")).read_text()
-    assert "stereo: 9 channels widened to 18" in log
+    assert "stereo: 9 channels widened to 18" in (runs / "stereo" / "printed.log").read_text()
 
 
 def test_widening_under_zero3_starts_from_the_same_model(runs, demo):
     """The loss before training, of two ranks that widened a sharded model, is that of one process that did not."""
     model = DiaForConditionalGeneration.from_pretrained(demo / "dia").eval()
     dia_weights.widen(model, {"zero_optimization": {"stage": 0}})
-    config = dia_full.Config(uncond=0.0)
+    config = dia_full.Config(text_dropout=0.0)
     clips = Clips(TokenDataset(str(runs / "stereo-tokens")), layout_of(model.config), config, {}, train=False)
     batch = clips.batch(range(len(clips)))
     labels = batch.pop("labels").transpose(1, 2).flatten(0, 1)
@@ -265,25 +261,26 @@ def test_the_last_checkpoint_holds_what_was_exported(runs, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def elastic(runs, demo):
-    """2 ranks -> 1 rank -> 2 ranks, ZeRO-2 and ZeRO-3 and across, each from a checkpoint in the middle."""
+def elastic(runs, one_rank_alone):
+    """elastic(name): a run that resumes with other ranks or another stage in the middle of another run."""
 
-    def at(run, step):
-        return str(runs / run / "checkpoints" / f"step-{step:08d}")
+    def config(source, run, step, ds, **changes):
+        resume = str(source / run / "checkpoints" / f"step-{step:08d}")
+        return {**runs.configs["elastic2"], "ds": f"ds_configs/{ds}.json", "resume": resume, **changes}
 
-    one = {
-        "two-to-one-z2": {**ELASTIC, "accumulation": 4, "ds": "ds_configs/zero2.json", "resume": at("elastic2", 2)},
-        "two-to-one-z3": {**ELASTIC, "accumulation": 4, "ds": "ds_configs/zero3.json", "resume": at("elastic3", 2)},
+    alone = {  # 2 ranks -> 1 rank
+        "two-to-one-z2": lambda: config(runs, "elastic2", 2, "zero2", accumulation=4),
+        "two-to-one-z3": lambda: config(runs, "elastic3", 2, "zero3", accumulation=4),
     }
-    train_all(demo, runs, one, world=1)
-    two = {
-        "one-to-two-z2": {**ELASTIC, "ds": "ds_configs/zero2.json", "resume": at("two-to-one-z2", 4)},
-        "one-to-two-z3": {**ELASTIC, "ds": "ds_configs/zero3.json", "resume": at("two-to-one-z3", 4)},
-        "z2-to-z3": {**ELASTIC, "ds": "ds_configs/zero3.json", "resume": at("elastic2", 4)},
-        "z3-to-z2-offload": {**ELASTIC, "ds": "ds_configs/zero2_offload.json", "resume": at("elastic3", 4)},
+    alone = Runs(one_rank_alone, "dia_full", runs.folder, alone)
+    back = {  # 1 rank -> 2 ranks, and from stage to stage
+        "one-to-two-z2": lambda: config(alone, "two-to-one-z2", 4, "zero2"),
+        "one-to-two-z3": lambda: config(alone, "two-to-one-z3", 4, "zero3"),
+        "z2-to-z3": lambda: config(runs, "elastic2", 4, "zero3"),
+        "z3-to-z2-offload": lambda: config(runs, "elastic3", 4, "zero2_offload"),
     }
-    train_all(demo, runs, two, world=2)
-    return runs
+    back = Runs(runs.server, "dia_full", runs.folder, back)
+    return lambda name: (alone if name in alone.configs else back) / name
 
 
 @pytest.mark.parametrize(
@@ -291,14 +288,14 @@ def elastic(runs, demo):
     [("two-to-one-z2", 3), ("two-to-one-z3", 3), ("one-to-two-z2", 5), ("one-to-two-z3", 5), ("z2-to-z3", 5)]
     + [("z3-to-z2-offload", 5)],
 )
-def test_a_run_goes_on_with_other_ranks_or_another_stage(elastic, run, first):
+def test_a_run_goes_on_with_other_ranks_or_another_stage(runs, elastic, run, first):
     """On the same loss curve, to the same averaged weights, with the rates and decays of every group."""
-    whole = {record["step"]: record["loss"] for record in support.step_records(elastic / "elastic2")}
-    records = support.step_records(elastic / run)
+    whole = {record["step"]: record["loss"] for record in support.step_records(runs / "elastic2")}
+    records = support.step_records(elastic(run))
     assert [record["step"] for record in records] == list(range(first, 7))
     assert max(abs(record["loss"] - whole[record["step"]]) for record in records) <= 1e-5
-    assert difference(exported(elastic / run), exported(elastic / "elastic2")) <= 1e-6
-    assert not list((elastic / run).parent.glob("*/checkpoints/.*")), "the converted checkpoint is cleaned up"
+    assert difference(exported(elastic(run)), exported(runs / "elastic2")) <= 1e-6
+    assert not list(runs.folder.glob("*/checkpoints/.*")), "the converted checkpoint is cleaned up"
 
 
 @pytest.mark.parametrize(
@@ -331,7 +328,7 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(demo, tmp_path):
     assert codes[1] == -signal.SIGKILL and codes[0] != 0
     codes, outputs = support.finish(support.start_ranks(recipe, [*job, "--out", run]))
     assert codes == [0, 0], outputs[0][-3000:]
-    assert re.search(r"going on after step (4|8) from", outputs[0])
+    assert re.search(r"resuming after step (4|8) from", outputs[0])
     assert_same_run(run, whole, "model.safetensors")
 
 
@@ -353,7 +350,7 @@ def test_a_dry_run_foretells_its_memory(tmp_path):
     [
         ({"freeze": ["encodr"]}, "--freeze encodr: write encoder, embeddings or first:K"),
         ({"freeze": ["first:3"]}, "--freeze first:3: the decoder has 2 layers"),
-        ({"freeze": ["encoder", "embeddings", "first:2"], "tag_map": "tags"}, "--tag-map needs the byte embedding"),
+        ({"freeze": ["encoder", "embeddings", "first:2"], "tag_map": "tags"}, "--tag-map trains the byte embedding"),
         ({"channels": 12}, "--channels 12"),
         ({"rehearsal": "somewhere"}, "--rehearsal somewhere: write DIR:SHARE"),
         ({"rehearsal": "somewhere:1.5"}, "a share between 0 and 1"),
@@ -375,6 +372,6 @@ def test_mistakes_are_one_sentence(demo, tmp_path, one_process, change, sentence
 
 @pytest.fixture(scope="module")
 def one_process():
-    from common.runtime import Ranks
+    from common.runtime import Process
 
-    return Ranks(0, 1, torch.device("cpu"))
+    return Process(0, 1, torch.device("cpu"))

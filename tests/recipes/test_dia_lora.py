@@ -1,13 +1,12 @@
 """The Dia LoRA recipe with two real ranks, compared with plain PyTorch in one process."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import dia_lora
@@ -15,26 +14,14 @@ from common.ds_config import resolve_ds
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.dia_plain import train_plain
+from helpers.dia_support import SMALL, poison_letter_q, stage_file
+from helpers.rank_server import Runs
 from models.dia.data import Clips
 from models.dia.layout import layout_of
 from models.dia.weights import load_dia
 
 pytestmark = pytest.mark.distributed
 
-SMALL = {
-    "lora_groups": ["attn"],
-    "lora_rank": 4,
-    "lora_dropout": 0.0,
-    "precision": "fp32",
-    "lr": 5e-4,
-    "warmup": 2.0,
-    "steps": 5,
-    "micro_tokens": 400,
-    "accumulation": 2,
-    "samples": 0,
-    "eval_every": 0,
-    "save_every": 0,
-}
 LEARNING = {
     **SMALL,
     "lora_groups": ["attn_mlp", "head"],
@@ -46,15 +33,9 @@ LEARNING = {
 LEARNING |= {"accumulation": 1, "lr": 5e-3}
 
 
-def stage_file(folder, stage: int) -> str:
-    path = folder / f"zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
-def runs(demo, tmp_path_factory):
-    """All two-rank runs of this file, trained by one pair of processes; name -> run folder."""
+def runs(demo, two_ranks, tmp_path_factory):
+    """runs / name: the folder of a two-rank run, trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("runs")
     poisoned = poison_letter_q(demo / "dia", folder / "poisoned-dia")
     q_clip = dataset_with_one_q(demo, folder / "q-tokens")
@@ -70,35 +51,14 @@ def runs(demo, tmp_path_factory):
         "ema3": {**SMALL, "ds": "ds_configs/zero3.json", "ema": 0.9},
         "bf16": {**LEARNING, "ds": "ds_configs/zero2.json", "precision": "bf16"},
         "adamw8bit": {**LEARNING, "ds": "ds_configs/zero2.json", "optimizer": "adamw8bit"},
-        "4bit": {**LEARNING, "ds": "ds_configs/zero2.json", "load_in": "4bit"},
-        "8bit": {**LEARNING, "ds": "ds_configs/zero2.json", "load_in": "8bit"},
+        "4bit": {**LEARNING, "ds": "ds_configs/zero2.json", "quantize": "4bit"},
+        "8bit": {**LEARNING, "ds": "ds_configs/zero2.json", "quantize": "8bit"},
     }
-    poison = {"uncond": 0.0, "data": str(q_clip), "model": str(poisoned)}
+    poison = {"text_dropout": 0.0, "data": str(q_clip), "model": str(poisoned)}
     configs |= {f"nan{stage}": {**SMALL, **poison, "ds": stage_file(folder, stage)} for stage in (0, 2, 3)}
-    jobs = []
-    for name, config in configs.items():
-        assets = {
-            "model": str(demo / "dia"),
-            "data": str(demo / "tokens/train"),
-            "eval_data": str(demo / "tokens/eval"),
-        }
-        jobs.append({"config": {**assets, **config, "out": str(folder / name)}})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    codes, outputs = support.finish(
-        support.start_ranks(support.ROOT / "tests" / "helpers" / "run_many.py", ["dia_lora", folder / "jobs.json"]),
-        timeout=1800,
-    )
-    assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
-    return folder
-
-
-def poison_letter_q(source, target):
-    """A checkpoint whose embedding of the letter q is NaN: a clip with a q in its text has a NaN loss."""
-    shutil.copytree(source, target)
-    weights = load_file(target / "model.safetensors")
-    weights["model.encoder.embedding.weight"][ord("q")] = float("nan")
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return target
+    assets = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
+    configs = {name: assets | config for name, config in configs.items()}
+    return Runs(two_ranks, "dia_lora", folder, configs, after="helpers.dia_support:probe")
 
 
 def dataset_with_one_q(demo, target):

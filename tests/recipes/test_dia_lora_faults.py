@@ -38,22 +38,6 @@ def whole(demo, tmp_path_factory):
     return run
 
 
-def assert_same_run(run, whole, artifact="adapter_model.safetensors") -> None:
-    fields = ("step", "event", "epoch", "loss", "lr", "grad_norm", "tokens", "text_gap", "eos_loss")
-    history = [
-        [
-            {k: r[k] for k in fields if k in r}
-            for r in support.metrics(folder)
-            if r.get("event") in (None, "eval", "done")
-        ]
-        for folder in (run, whole)
-    ]
-    assert history[0] == history[1]
-    mine, expected = (load_file(folder / "export" / artifact) for folder in (run, whole))
-    assert set(mine) == set(expected)
-    assert all(torch.equal(mine[name], expected[name]) for name in expected)
-
-
 def deepspeed(run) -> subprocess.Popen:
     return subprocess.Popen(
         ["deepspeed", "--num_accelerators", "2", "--master_port", support.free_port()]
@@ -89,8 +73,8 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
     faults.assert_no_orphans(run)
     codes, outputs = support.run_recipe(*job(run))
     assert codes == [0, 0], outputs[0][-3000:]
-    assert f"going on after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
-    assert_same_run(run, whole)
+    assert f"resuming after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
+    faults.assert_same_run(run, whole)
 
 
 def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tmp_path):
@@ -120,8 +104,8 @@ def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tm
             stopped = last["step"]
             assert checkpoint.read_index(run / "checkpoints")[-1]["step"] == stopped
     codes, outputs = support.run_recipe(*job(run), *words)
-    assert codes == [0, 0] and f"going on after step {stopped}" in outputs[0], outputs[0][-3000:]
-    assert_same_run(run, whole)
+    assert codes == [0, 0] and f"resuming after step {stopped}" in outputs[0], outputs[0][-3000:]
+    faults.assert_same_run(run, whole)
 
 
 def test_a_killed_launch_sh_leaves_no_job_and_a_second_run_in_the_folder_is_refused(demo, tmp_path):
@@ -130,7 +114,7 @@ def test_a_killed_launch_sh_leaves_no_job_and_a_second_run_in_the_folder_is_refu
     started = launch_sh(words)
     support.wait_for_step(run, 2)
     codes, [output] = support.run_recipe(*words, world=1)
-    assert codes == [2] and f"--out {run} is being written to by a run that has not ended" in output
+    assert codes == [2] and f"--out {run} is in use by a run that has not ended" in output
     os.kill(started.pid, signal.SIGKILL)
     faults.assert_no_orphans(run)
     last = support.metrics(run)[-1]

@@ -16,7 +16,7 @@ import higgs_clone
 from common.ds_config import resolve_ds
 from common.plan import Plan
 from helpers import support
-from helpers.higgs_support import SMALL, assets, logits_of, make_pairs
+from helpers.higgs_support import SMALL, assets, logits_of, make_clips
 from models.higgs.weights import load_higgs
 
 pytestmark = pytest.mark.distributed
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 # At this rate float noise stays under 1e-6 in every weight: Adam divides it by gradients as small as 1e-8.
 PATH = {"preset": "audio_path", "weight_decay": 0.0, "lr": 5e-5}
 LEARNING = {**SMALL, "lora_rank": 16, "io": "lora", "steps": 16, "micro_tokens": 1600, "accumulation": 1, "lr": 5e-3}
-# Dropout, average and accumulation are state that a resume could lose; 64 pairs are an epoch of 6 steps.
+# Dropout, average and accumulation are state that a resume could lose; 64 clips are an epoch of 6 steps.
 LONG = {"steps": 8, "save_every": 4, "lora_dropout": 0.1, "ema": 0.9, "eval_data": ""}
 RESUMED = {
     "resume_lora3": {"ds": "ds_configs/zero3.json"},
@@ -48,12 +48,12 @@ def runs(higgs_demo, tmp_path_factory):
         "checkpointing3": {"ds": ZERO[3], "gradient_checkpointing": True},
         "ema3": {"ds": ZERO[3], "ema": 0.9},
         "io_lora2": {"ds": ZERO[2], "io": "lora"},
-        "io_full3": {"ds": ZERO[3], "io": "full"},
+        "io_train3": {"ds": ZERO[3], "io": "train"},
         "all2": {"ds": ZERO[2], "preset": "all", "text_loss": 0.2},
         "full3": {"ds": ZERO[3], "preset": "full", "samples": 3, "sample_frames": 12},
         "bf16": {**LEARNING, "ds": ZERO[2], "precision": "bf16"},
         "adamw8bit": {**LEARNING, "ds": ZERO[2], "optimizer": "adamw8bit"},
-        "4bit": {**LEARNING, "ds": ZERO[2], "load_in": "4bit", "io": "none"},
+        "4bit": {**LEARNING, "ds": ZERO[2], "quantize": "4bit", "io": "none"},
     }
     jobs = [{"config": {**SMALL, **assets(higgs_demo), **c, "out": str(folder / n)}} for n, c in configs.items()]
     for stage, ds in ZERO.items():
@@ -91,8 +91,8 @@ def train_plainly(demo, **changes):
     config = config_for(demo, **changes)
     model = higgs_clone.build_model(config, resolve_ds(config.ds, config, 1))
     model.train()
-    pairs = make_pairs(demo)
-    plan = Plan(pairs.lengths, config.micro_tokens, config.seed)
+    clips = make_clips(demo)
+    plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(weights.values(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     averaged = {name: p.detach().clone() for name, p in weights.items()}
@@ -100,12 +100,12 @@ def train_plainly(demo, **changes):
     for step in range(config.steps):
         total, count = 0.0, 0
         for number in range(4 * step, 4 * step + 4):  # 2 ranks x 2 accumulation steps
-            batch = pairs.batch(plan.micro_batch(number)[1])
+            batch = clips.batch(plan.micro_batch(number)[1])
             labels, mask = batch.pop("audio_labels"), batch["audio_input_ids_mask"]
             batch.pop("ids"), batch.pop("positions")
             logits = model(**batch, use_cache=False).logits.unflatten(-1, (8, 1026))
             ids = batch["input_ids"]
-            at = (ids == pairs.layout.audio) | (ids == pairs.layout.delay)
+            at = (ids == clips.layout.audio) | (ids == clips.layout.delay)
             placed = torch.full((*ids.shape, 8), -100)
             placed[at] = labels[mask]
             picked = F.cross_entropy(logits[:, :-1].flatten(0, 2), placed[:, 1:].flatten(), reduction="sum")
@@ -165,15 +165,15 @@ def test_adapters_of_zero_2_and_3_are_the_same_and_not_empty(runs):
 def test_a_rank_without_audio_equals_one_process(runs, higgs_demo, stage):
     config = higgs_clone.Config(model="x", preset="audio_path+attn", lr=5e-5)
     model = load_higgs(str(higgs_demo / "model"), "", torch.float32)
-    higgs_clone.unfreeze(model, config.preset, False)
-    pairs = make_pairs(higgs_demo)
+    higgs_clone.unfreeze(model, higgs_clone.FULL_PRESETS[config.preset], False)
+    clips = make_clips(higgs_demo)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for name, p in weights.items() if p.dim() > 1 and "embed" not in name]
     others = [p for p in weights.values() if not any(p is m for m in matrices)]
     groups = [{"params": others, "weight_decay": 0.0}, {"params": matrices, "weight_decay": config.weight_decay}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8)
     for step in range(3):
-        batch = pairs.batch([step, step + 1])
+        batch = clips.batch([step, step + 1])
         named = ("input_ids", "attention_mask", "audio_input_ids", "audio_input_ids_mask", "audio_labels")
         (model(**{name: batch[name] for name in named}).loss / 8).backward()  # built in: a sum over codebooks
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
@@ -186,16 +186,15 @@ def test_a_rank_without_audio_equals_one_process(runs, higgs_demo, stage):
 def test_evaluation_is_the_exported_models_on_any_number_of_ranks(runs, higgs_demo):
     from peft import PeftModel
 
-    from common.feed import mover
-    from common.runtime import Ranks
-    from models.higgs.evaluate import evaluate
+    from common.runtime import Process
+    from models.higgs.evaluate import token_metrics
 
     for run in ("lora2", "ema3"):
         base = load_higgs(str(higgs_demo / "model"), "", torch.float32)
         model = PeftModel.from_pretrained(base, str(runs / run / "export")).eval()
-        alone = Ranks(0, 1, torch.device("cpu"))
-        pairs = make_pairs(higgs_demo, train=False, micro_tokens=300)
-        values = evaluate(model, pairs, alone, mover(alone.device))
+        alone = Process(0, 1, torch.device("cpu"))
+        clips = make_clips(higgs_demo, train=False, micro_tokens=300)
+        values = token_metrics(model, clips, alone)
         logged = [record for record in support.metrics(runs / run) if record.get("event") == "eval"]
         assert [record["step"] for record in logged] == [0, 5]
         assert {name: logged[-1][name] for name in values} == pytest.approx(values, abs=2e-6)
@@ -238,7 +237,7 @@ def test_a_full_preset_trains_exactly_its_parameters(higgs_demo, preset, count):
     assert "model.embed_audio_tokens.embed_audio_tokens.weight" in trained and "audio_lm_head.weight" in trained
 
 
-@pytest.mark.parametrize("run", ["lora2", "lora3", "io_lora2", "io_full3", "all2"])
+@pytest.mark.parametrize("run", ["lora2", "lora3", "io_lora2", "io_train3", "all2"])
 def test_adapter_loads_with_plain_peft_and_gives_the_engines_logits(runs, higgs_demo, run):
     from peft import PeftModel
     from transformers import HiggsAudioV2ForConditionalGeneration
@@ -254,7 +253,7 @@ def test_adapter_loads_with_plain_peft_and_gives_the_engines_logits(runs, higgs_
 
 
 def test_a_trained_embedding_and_head_are_in_the_adapter_and_moved(runs, higgs_demo):
-    found = exported(runs / "io_full3")
+    found = exported(runs / "io_train3")
     base = load_file(higgs_demo / "model/model.safetensors")
     for name in ("model.embed_audio_tokens.embed_audio_tokens.weight", "audio_lm_head.weight"):
         [mine] = [value for key, value in found.items() if key.endswith(name)]
@@ -283,11 +282,12 @@ def test_full_export_is_a_whole_folder_that_speaks_the_same_in_a_fresh_process(r
     assert private == ["training_config.json"]  # what was asked for; nothing that a loader reads
     code = (
         "import sys, torch; sys.path[:0] = ['finetune', 'tests']\n"
-        "from pathlib import Path\nfrom higgs_support import make_pairs\nfrom models.higgs_speech import speak\n"
+        "from pathlib import Path\nfrom helpers.higgs_support import make_clips\n"
+        "from models.higgs.generate import speak\n"
         "from transformers import HiggsAudioV2ForConditionalGeneration as Model\n"
         f"model = Model.from_pretrained({str(folder)!r}).eval()\n"
-        f"pairs = make_pairs(Path({str(higgs_demo)!r}), train=False)\n"
-        "[s] = speak(model, pairs.rows([0], answer=False), pairs.layout, 12, 0, greedy=True)\n"
+        f"clips = make_clips(Path({str(higgs_demo)!r}), train=False)\n"
+        "[s] = speak(model, clips.rows([0], answer=False), clips.layout, 12, 0, greedy=True)\n"
         "print(s.codes.tolist())"
     )
     done = subprocess.run(

@@ -80,11 +80,11 @@ def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whol
         if name.startswith("rank"):
             os.kill(pid, signal.SIGKILL)
     output, _ = started.communicate(timeout=60)
-    assert "going on after step 8" in output
+    assert "resuming after step 8" in output
     faults.assert_no_orphans(run)
 
     codes, outputs = support.run_recipe(*job(run), recipe="higgs_clone")
     assert codes == [0, 0], outputs[0][-3000:]
-    assert "going on after step 8" in outputs[0] or "going on after step 16" in outputs[0]
+    assert "resuming after step 8" in outputs[0] or "resuming after step 16" in outputs[0]
     assert_same_run(run, whole)
     shutil.rmtree(run)

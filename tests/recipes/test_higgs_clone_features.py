@@ -14,28 +14,27 @@ import higgs_clone
 from common import engine
 from common.config import UserError
 from common.ds_config import resolve_ds
-from common.runtime import Ranks, start_ranks
+from common.runtime import Process, init_process
 from common.tokens import TokenDataset
 from helpers import support
-from helpers.higgs_support import SMALL, assets, make_pairs
+from helpers.higgs_support import SMALL, assets, make_clips
 from models.higgs import weights as higgs_weights
-from models.higgs.evaluate import higgs_loss
 from models.higgs.layout import labelled_states
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return start_ranks()
+def process():
+    return init_process()
 
 
 @pytest.fixture
-def trained(higgs_demo, ranks, tmp_path):
+def trained(higgs_demo, process, tmp_path):
     """Trains a good configuration with these changes; returns the engine and the run folder."""
 
     def run(**changes):
         settings = {**SMALL, **assets(higgs_demo), "eval_data": "", "accumulation": 1, "steps": 2}
         config = higgs_clone.Config(**{**settings, "out": str(tmp_path / "run"), **changes})
-        return higgs_clone.train(config, ranks, resolve_ds(config.ds, config, 1)), tmp_path / "run"
+        return higgs_clone.train(config, process, resolve_ds(config.ds, config, 1)), tmp_path / "run"
 
     return run
 
@@ -57,13 +56,13 @@ def test_a_backward_that_does_nothing_ends_the_run_by_name(trained, monkeypatch)
 
 
 def test_a_loss_without_a_graph_cannot_be_trained_on(trained, monkeypatch):
-    real = higgs_loss
+    real = higgs_clone.compute_loss
 
-    def detached(*arguments):
-        loss, stats = real(*arguments)
-        return loss.detach(), stats
+    def detached(*arguments, **options):
+        output = real(*arguments, **options)
+        return output._replace(loss_sum=output.loss_sum.detach())
 
-    monkeypatch.setattr(higgs_clone, "higgs_loss", detached)
+    monkeypatch.setattr(higgs_clone, "compute_loss", detached)
     assert "the loss has no gradient" in refused(trained)
 
 
@@ -71,13 +70,13 @@ def test_empty_batches_pass_through_the_loggers(higgs_demo, tmp_path):
     from common.metrics import Meter
     from helpers.higgs_support import text_only
 
-    pairs = make_pairs(higgs_demo)
+    clips = make_clips(higgs_demo)
     model = higgs_weights.load_higgs(str(higgs_demo / "model"), "", torch.float32)
     meter = Meter()
-    for batch in (text_only(pairs), pairs.batch([0])):
-        meter.add(batch, *higgs_loss(model, batch, pairs.layout, pairs.weights))
-    totals = meter.reduce(Ranks(0, 1, torch.device("cpu")))
-    assert np.isfinite(totals.losses / totals.counts).all() and meter.broken_ids() == []
+    for batch in (text_only(clips), clips.batch([0])):
+        meter.add(batch, higgs_clone.compute_loss(model, batch, clips))
+    totals = meter.reduce(Process(0, 1, torch.device("cpu")))
+    assert len(totals.parts) == 8 and np.isfinite(list(totals.parts.values())).all() and meter.non_finite_ids() == []
 
 
 def test_codes_of_another_codec_are_refused(trained, higgs_demo, tmp_path):
@@ -93,10 +92,10 @@ def test_codes_of_another_codec_are_refused(trained, higgs_demo, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"load_in": "4bit", "ds": "ds_configs/zero3.json"}, "--load-in 4bit needs ZeRO-2 and a LoRA preset"),
-        ({"load_in": "8bit", "preset": "full"}, "--load-in 8bit needs ZeRO-2 and a LoRA preset"),
+        ({"quantize": "4bit", "ds": "ds_configs/zero3.json"}, "--quantize 4bit needs ZeRO-2 and a LoRA preset"),
+        ({"quantize": "8bit", "preset": "full"}, "--quantize 8bit needs ZeRO-2 and a LoRA preset"),
         ({"io": "lora", "ds": "ds_configs/zero3.json"}, "--io lora needs ZeRO-2"),
-        ({"io": "full", "preset": "audio_path"}, "--io full is for LoRA"),
+        ({"io": "train", "preset": "audio_path"}, "--io train is for LoRA"),
         ({"micro_tokens": 100}, "--micro-tokens 100 is below the longest clip"),
         ({"model": "/nowhere"}, "--model /nowhere is not a folder"),
     ],
@@ -120,29 +119,29 @@ def test_lora_variants_train_and_reload(trained, higgs_demo, variant):
     base = higgs_weights.load_higgs(str(higgs_demo / "model"), "", torch.float32)
     loaded = PeftModel.from_pretrained(base, str(run / "export")).eval()
     assert getattr(loaded.peft_config["default"], f"use_{variant}")
-    pairs = make_pairs(higgs_demo)
-    states = [labelled_states(m, pairs.batch([0]), pairs.layout)[0] for m in (ds_engine.module.model.eval(), loaded)]
+    clips = make_clips(higgs_demo)
+    states = [labelled_states(m, clips.batch([0]), clips.layout)[0] for m in (ds_engine.module.model.eval(), loaded)]
     assert torch.allclose(*states, atol=1e-5)
 
 
 def test_clips_without_a_reference_are_trained_only_when_allowed(trained, higgs_demo, tmp_path):
     source = TokenDataset(str(higgs_demo / "tokens/train"))
-    clips = [{"id": source.id(i), "text": source.text(i), "codes": source.codes(i)} for i in range(8)]
+    rows = [{"id": source.id(i), "text": source.text(i), "codes": source.codes(i)} for i in range(8)]
     facts = {"codec": "higgs", "channels": 8, "codebooks": 8, "sample_rate": 24000, "hop": 960}
-    refs = [clips[1]["id"], "", clips[3]["id"], "", "", "", "", ""]
-    data = support.write_tokens(tmp_path / "tokens", clips, columns={"ref": refs}, **facts)
-    assert len(make_pairs(higgs_demo, data)) == 2
-    pairs = make_pairs(higgs_demo, data, allow_no_ref=True)
-    assert len(pairs) == 8 and [len(row.frames) == clips[i]["codes"].shape[0] + 9 for i, row in
-                               enumerate(pairs.rows(range(8)))] == [not ref for ref in refs]  # fmt: skip
+    refs = [rows[1]["id"], "", rows[3]["id"], "", "", "", "", ""]
+    data = support.write_tokens(tmp_path / "tokens", rows, columns={"ref": refs}, **facts)
+    assert len(make_clips(higgs_demo, data)) == 2
+    clips = make_clips(higgs_demo, data, allow_no_ref=True)
+    assert len(clips) == 8 and [len(row.frames) == rows[i]["codes"].shape[0] + 9 for i, row in
+                               enumerate(clips.rows(range(8)))] == [not ref for ref in refs]  # fmt: skip
     _, run = trained(data=str(data), allow_no_ref=True)
     assert len(support.step_records(run)) == 2
 
 
 def test_codebook_weights_and_text_loss_change_the_training(trained, higgs_demo):
     _, run = trained(text_loss=0.5, codebook_weights="first")
-    assert "loss_channel_8" in support.step_records(run)[0]  # the text's
-    weights = make_pairs(higgs_demo, codebook_weights="first").weights
+    assert "loss_text" in support.step_records(run)[0]
+    weights = make_clips(higgs_demo, codebook_weights="first").codebook_weights
     assert weights.tolist() == pytest.approx([1.6, 1.6, 1.2, 1.2, 0.8, 0.8, 0.4, 0.4])
 
 
@@ -160,11 +159,10 @@ def test_a_checkpoint_worse_than_the_base_is_never_the_best(monkeypatch, capsys)
 
     def score(promote=False, **values):
         config = SimpleNamespace(samples=0, promote_worse=promote)
-        run = SimpleNamespace(config=config, ranks=None, first_eval=lambda: base, folder=None)
-        run.average = engine.Average(None, 0.0)
+        run = SimpleNamespace(config=config, process=None, first_eval=lambda: base, folder=None)
         run.tracker = SimpleNamespace(event=lambda *a, **k: events.append(k))
         monkeypatch.setattr(higgs_clone, "token_metrics", lambda *_: {"loss": 4.0, **values})
-        return higgs_clone.evaluate(None, [1], run, 7, None, 2)[0]
+        return higgs_clone.evaluate(None, [1], run, engine.Ema(None, 0.0), 7, False, [])
 
     assert score(gap=0.29, stop_rate=1.0) == 4.0
     assert score(gap=0.2, stop_rate=1.0) is None and "worse than the base in gap" in capsys.readouterr().out
@@ -178,7 +176,13 @@ def test_a_checkpoint_worse_than_the_base_is_never_the_best(monkeypatch, capsys)
 
 
 def speak_script(*arguments) -> subprocess.CompletedProcess:
-    command = [support.PYTHON, "-W", "ignore", support.ROOT / "finetune" / "higgs_speak.py", *map(str, arguments)]
+    command = [
+        support.PYTHON,
+        "-W",
+        "ignore",
+        support.ROOT / "finetune" / "infer" / "higgs_speak.py",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, capture_output=True, text=True, env=support.environment(), check=False)
 
 
@@ -207,8 +211,8 @@ def test_merged_folder_is_complete_and_equals_base_plus_adapter(adapter, higgs_d
     merged = HiggsAudioV2ForConditionalGeneration.from_pretrained(str(tmp_path / "merged"), use_text_head=True).eval()
     base = higgs_weights.load_higgs(str(higgs_demo / "model"), "", torch.float32)
     tuned = PeftModel.from_pretrained(base, str(adapter)).eval()
-    pairs = make_pairs(higgs_demo)
-    expected, found = (labelled_states(m, pairs.batch([0, 1]), pairs.layout)[0] for m in (tuned, merged))
+    clips = make_clips(higgs_demo)
+    expected, found = (labelled_states(m, clips.batch([0, 1]), clips.layout)[0] for m in (tuned, merged))
     assert torch.allclose(expected, found, atol=1e-4) and float(expected.abs().max()) > 0.1
     head = load_file(higgs_demo / "model/model.safetensors")["text_lm_head.weight"]
     assert torch.equal(merged.text_lm_head.weight, head)

@@ -9,11 +9,10 @@ import pytest
 import higgs_clone
 from common.config import UserError
 from common.ds_config import resolve_ds
-from common.feed import mover
-from common.runtime import start_ranks
+from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support
-from helpers.higgs_support import make_pairs
+from helpers.higgs_support import make_clips
 from models.higgs import data as higgs_data
 from models.higgs.evaluate import layout_losses
 from models.higgs.generate import speak
@@ -24,7 +23,6 @@ OVERFIT = {
     "preset": "full",
     "precision": "fp32",
     "lr": 5e-3,
-    "lr_floor_action": "warn",
     "warmup": 10.0,
     "steps": 140,
     "max_start_loss": 0.0,
@@ -37,8 +35,8 @@ OVERFIT = {
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return start_ranks()
+def process():
+    return init_process()
 
 
 def dataset(demo, folder, clips: list[tuple[str, str, str]]):
@@ -50,19 +48,19 @@ def dataset(demo, folder, clips: list[tuple[str, str, str]]):
     return support.write_tokens(folder, found, columns=columns, **FACTS)
 
 
-def overfit(demo, ranks, folder, out, **changes):
+def overfit(demo, process, folder, out, **changes):
     assets = {"model": str(demo / "model"), "data": str(folder), "out": str(out)}
     config = higgs_clone.Config(**{**OVERFIT, **assets, **changes})
-    engine = higgs_clone.train(config, ranks, resolve_ds(config.ds, config, 1))
+    engine = higgs_clone.train(config, process, resolve_ds(config.ds, config, 1))
     return engine.module.model.eval(), support.step_records(out)[-1]["loss"]
 
 
 def said(demo, model, folder, cap=80):
     """What the model says after each prompt of the dataset, and what it was trained on."""
-    pairs = make_pairs(demo, folder)
-    clips = range(len(pairs))
-    spoken = speak(model, pairs.rows(clips, answer=False), pairs.layout, cap, seed=0, greedy=True)
-    return spoken, [pairs.tokens.codes(pairs.kept[clip]) for clip in clips], pairs
+    clips = make_clips(demo, folder)
+    indices = range(len(clips))
+    spoken = speak(model, clips.rows(indices, answer=False), clips.layout, cap, seed=0, greedy=True)
+    return spoken, [clips.tokens.codes(clips.kept[index]) for index in indices], clips
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +70,8 @@ def one_pair(higgs_demo, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def learned(higgs_demo, ranks, one_pair, tmp_path_factory):
-    return overfit(higgs_demo, ranks, one_pair, tmp_path_factory.mktemp("learned") / "run")
+def learned(higgs_demo, process, one_pair, tmp_path_factory):
+    return overfit(higgs_demo, process, one_pair, tmp_path_factory.mktemp("learned") / "run")
 
 
 def test_one_pair_overfitted_is_regenerated_exactly_and_stops(higgs_demo, learned, one_pair):
@@ -100,9 +98,9 @@ def mask_ends(row, layout):
     return row
 
 
-def test_without_the_delay_the_same_loss_regenerates_nothing(higgs_demo, ranks, one_pair, tmp_path, monkeypatch):
+def test_without_the_delay_the_same_loss_regenerates_nothing(higgs_demo, process, one_pair, tmp_path, monkeypatch):
     mutate(monkeypatch, without_delay)
-    model, loss = overfit(higgs_demo, ranks, one_pair, tmp_path / "run")
+    model, loss = overfit(higgs_demo, process, one_pair, tmp_path / "run")
     monkeypatch.undo()
     assert loss < 0.1
     [spoken], [codes], _ = said(higgs_demo, model, one_pair)
@@ -110,9 +108,9 @@ def test_without_the_delay_the_same_loss_regenerates_nothing(higgs_demo, ranks, 
     assert len(spoken.codes) != len(codes) or (spoken.codes[:shared] == codes[:shared]).mean() < 0.6
 
 
-def test_without_the_end_as_a_label_it_never_stops(higgs_demo, ranks, one_pair, tmp_path, monkeypatch):
+def test_without_the_end_as_a_label_it_never_stops(higgs_demo, process, one_pair, tmp_path, monkeypatch):
     mutate(monkeypatch, mask_ends)
-    model, loss = overfit(higgs_demo, ranks, one_pair, tmp_path / "run")
+    model, loss = overfit(higgs_demo, process, one_pair, tmp_path / "run")
     monkeypatch.undo()
     assert loss < 0.1
     [spoken], [codes], _ = said(higgs_demo, model, one_pair, cap=80)
@@ -127,35 +125,36 @@ def two_voices(higgs_demo, tmp_path_factory):
     return dataset(higgs_demo, tmp_path_factory.mktemp("two") / "tokens", clips)
 
 
-def test_two_voices_overfitted_follow_their_reference(higgs_demo, ranks, two_voices, tmp_path):
-    model, _ = overfit(higgs_demo, ranks, two_voices, tmp_path / "run", steps=200, eval_data=str(two_voices))
-    spoken, codes, pairs = said(higgs_demo, model, two_voices)
+def test_two_voices_overfitted_follow_their_reference(higgs_demo, process, two_voices, tmp_path):
+    model, _ = overfit(higgs_demo, process, two_voices, tmp_path / "run", steps=200, eval_data=str(two_voices))
+    spoken, codes, clips = said(higgs_demo, model, two_voices)
     assert all(np.array_equal(s.codes, c) for s, c in zip(spoken, codes, strict=True))
     values = [record for record in support.metrics(tmp_path / "run") if record.get("event") == "eval"]
     # Small by nature: once the first frames are given, they tell the voice themselves.
     assert values[-1]["gap"] > 0.02 and values[-1]["loss"] < 0.01
     # The other's reference calls the other's voice.
-    other = pairs.rows([0, 1], pairs.swapped([0, 1]), answer=False)
-    swapped = speak(model, other, pairs.layout, 80, seed=0, greedy=True)
+    other = clips.rows([0, 1], clips.other_references([0, 1]), answer=False)
+    swapped = speak(model, other, clips.layout, 80, seed=0, greedy=True)
     assert np.array_equal(swapped[0].codes, codes[1]) and np.array_equal(swapped[1].codes, codes[0])
 
 
 # ---- the start of a run ------------------------------------------------------------------------------------------
 
 
-def test_a_trained_base_reads_the_delay_and_an_untrained_one_is_refused(higgs_demo, learned, one_pair, ranks, tmp_path):
+def test_a_trained_base_reads_the_delay_and_an_untrained_one_is_refused(
+    higgs_demo, learned, one_pair, process, tmp_path
+):
     model, _ = learned
-    pairs = make_pairs(higgs_demo, one_pair)
-    to_device = mover(ranks.device)
-    delayed, flat = layout_losses(model, pairs, to_device)
+    clips = make_clips(higgs_demo, one_pair)
+    delayed, flat = layout_losses(model, clips, process.device)
     assert delayed < 0.2 and flat > 2 * delayed + 1
-    higgs_clone.check_start(model, pairs, 6.2, to_device)
+    higgs_clone.check_start(model, clips, 6.2, process.device)
     with pytest.raises(UserError, match="over --max-start-loss 6.2"):
-        overfit(higgs_demo, ranks, one_pair, tmp_path / "run", max_start_loss=6.2)
+        overfit(higgs_demo, process, one_pair, tmp_path / "run", max_start_loss=6.2)
     assert not support.step_records(tmp_path / "run")
 
 
-def test_a_base_that_reads_audio_without_delay_better_is_refused(higgs_demo, learned, one_pair, ranks, monkeypatch):
+def test_a_base_that_reads_audio_without_delay_better_is_refused(higgs_demo, learned, one_pair, process, monkeypatch):
     monkeypatch.setattr(higgs_clone, "layout_losses", lambda *_: (3.0, 2.9))
-    with pytest.raises(UserError, match=r"2\.900 without the codebooks' delay"):
+    with pytest.raises(UserError, match=r"2\.900 without the delay pattern"):
         higgs_clone.check_start(None, None, 6.2, None)

@@ -15,35 +15,36 @@ from common.plan import Plan
 from common.tokens import TokenDataset
 from helpers import mot_ranks, support
 from helpers.mot_support import build, reference_loss
-from models.mot import build as mot_build
-from models.mot import data as mot_clips
-from models.mot import evaluate as mot_eval
-from models.mot import weights as mot_adapter
+from models.mot.build import calibrate, choose_parts
+from models.mot.data import Clips, Tokenizer
+from models.mot.evaluate import baselines
+from models.mot.weights import load_adapter
 
 pytestmark = pytest.mark.distributed
 
 # Clipping is active, decay is on, rates differ by group, captions are dropped: each could be wrong on two ranks.
 SMALL = {
-    "untie": "full",
+    "untie": "all",
     "precision": "fp32",
     "lr": 5e-4,
     "copied_lr": 0.5,
     "weight_decay": 0.1,
-    "clip": 0.1,
+    "max_grad_norm": 0.1,
     "warmup": 2.0,
     "steps": 4,
     "micro_tokens": 500,
     "accumulation": 2,
-    "caption_dropout": 0.3,
+    "text_dropout": 0.3,
     "samples": 0,
     "eval_every": 0,
     "save_every": 0,
 }
-LEARNING = {**SMALL, "lr": 5e-3, "copied_lr": 1.0, "clip": 1.0, "steps": 20, "micro_tokens": 1400, "accumulation": 1}
+LEARNING = {**SMALL, "lr": 5e-3, "copied_lr": 1.0, "max_grad_norm": 1.0, "steps": 20, "micro_tokens": 1400}
+LEARNING["accumulation"] = 1
 UNEVEN = [
     {"name": f"zero{stage}-{untie}{'-recompute' * recompute}", "stage": stage, "untie": untie, "recompute": recompute}
     for stage in (1, 2, 3)
-    for untie, recompute in (("ffn", False), ("full", True))
+    for untie, recompute in (("ffn", False), ("all", True))
 ]
 
 
@@ -69,7 +70,7 @@ def runs(demo_mot, tmp_path_factory):
         "zero3": {**SMALL, "ds": zero3},
         "zero3_offload": {**SMALL, "ds": "ds_configs/zero3_offload.json"},
         "checkpointing": {**SMALL, "ds": zero3, "gradient_checkpointing": True},
-        "full_vocab": {**SMALL, "ds": zero3, "loss_vocab": "full", "untie": "ffn", "ids": "shared"},
+        "full_vocab": {**SMALL, "ds": zero3, "loss_vocab": "all", "untie": "ffn", "ids": "shared"},
         "delay": {**SMALL, "ds": zero2, "layout": "delay", "experts": "llama"},
         "parts": {**SMALL, "ds": zero3, "untie": "ffn", "train_parts": ["proj_only"]},
         "ema": {**SMALL, "ds": zero3, "ema": 0.9},
@@ -101,12 +102,12 @@ def train_plainly(demo, **changes):
     """The same training in one process: both experts and a mask, torch's cross-entropy, AdamW and clipping."""
     config = replace(llama_mot.Config(**SMALL, **assets(demo)), **changes)
     kind = config.experts
-    full = config.loss_vocab == "full"
+    full = config.loss_vocab == "all"
     model = build(demo, kind, config.untie, full=full, seed=config.seed, ids=config.ids, order=config.layout)
-    tokenizer = mot_clips.Tokenizer(config.model)
-    clips = mot_clips.Clips(TokenDataset(config.data), model.layout, tokenizer, config, train=True)
-    mot_build.calibrate(model, clips.batch([0]), zero=False)
-    mot_build.choose_parts(model, config.train_parts)
+    tokenizer = Tokenizer(config.model)
+    clips = Clips(TokenDataset(config.data), model.layout, tokenizer, config, train=True)
+    calibrate(model, clips.batch([0]), zero=False)
+    choose_parts(model, config.train_parts)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     groups = []
     for name, p in model.adapter().items():
@@ -166,7 +167,7 @@ def test_two_ranks_equal_one_process(runs, plain, run):
 @pytest.mark.parametrize(
     ("run", "changes"),
     [
-        ("full_vocab", {"loss_vocab": "full", "untie": "ffn", "ids": "shared"}),
+        ("full_vocab", {"loss_vocab": "all", "untie": "ffn", "ids": "shared"}),
         ("delay", {"layout": "delay", "experts": "llama"}),
         ("parts", {"untie": "ffn", "train_parts": ["proj_only"]}),
     ],
@@ -180,7 +181,7 @@ def test_ranks_with_uneven_modality_equal_the_masked_reference(runs, demo_mot, c
     ours = [load_file(runs / f"{case}-{rank}.safetensors") for rank in (0, 1)]
     assert [float(weights.pop("stale")) for weights in ours] == [0.0, 0.0]
     assert all(torch.equal(ours[0][name], ours[1][name]) for name in ours[0])
-    model = build(demo_mot, untie="full" if "full" in case else "ffn", seed=0)
+    model = build(demo_mot, untie="all" if "all" in case else "ffn", seed=0)
     optimizer = torch.optim.AdamW(
         [
             {"params": [p], "weight_decay": 0.1 if p.ndim == 2 and "embed" not in name else 0.0}
@@ -212,7 +213,7 @@ def test_without_deepspeed_the_losses_are_the_same(demo_mot, plain, tmp_path):
     for _ in range(2):
         done = subprocess.run(command, cwd=support.ROOT, env=support.environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "going on after step 4" in done.stdout
+    assert "resuming after step 4" in done.stdout
     assert_same_run(tmp_path / "run", plain)
 
 
@@ -221,12 +222,12 @@ def test_without_deepspeed_the_losses_are_the_same(demo_mot, plain, tmp_path):
 
 @pytest.mark.parametrize("run", ["zero2", "zero3", "full_vocab", "delay", "parts", "ema"])
 def test_adapter_reloads_without_musicgen_and_reproduces_the_evaluation(runs, demo_mot, run, monkeypatch):
-    monkeypatch.setattr(mot_build, "Donor", None)
+    monkeypatch.setattr("models.mot.build.Donor", None)
     config = llama_mot.Config(**json.loads((runs / run / "config.json").read_text())["config"])
-    model, description = mot_adapter.load_adapter(runs / run / "export", None, torch.float32)
-    tokenizer = mot_clips.Tokenizer(config.model)
-    clips = mot_clips.Clips(TokenDataset(config.eval_data), model.layout, tokenizer, config, train=False)
-    if config.loss_vocab == "full":
+    model, description = load_adapter(runs / run / "export", None, torch.float32)
+    tokenizer = Tokenizer(config.model)
+    clips = Clips(TokenDataset(config.eval_data), model.layout, tokenizer, config, train=False)
+    if config.loss_vocab == "all":
         model.head.text = model.llama.lm_head.weight
     total, count = 0.0, 0
     with torch.no_grad():
@@ -237,7 +238,8 @@ def test_adapter_reloads_without_musicgen_and_reproduces_the_evaluation(runs, de
     records = evals(runs / run)
     assert [record["step"] for record in records] == [0, 4]
     assert records[-1]["loss"] == pytest.approx(total / count, abs=2e-6)
-    assert description["training"]["step"] == 4 and description["special_ids"]["audio_bos"] == model.layout.bos
+    assert description["recipe"] == "llama_mot" and description["special_ids"]["audio_bos"] == model.layout.bos
+    assert description["checkpoint"] == {"step": 4, "score": records[-1]["loss"]}
 
 
 @pytest.mark.parametrize("run", ["zero0", "zero2", "zero3", "zero3_offload", "full_vocab", "delay", "bf16"])
@@ -263,8 +265,8 @@ def test_evaluation_says_what_the_caption_and_the_model_are_worth(runs, demo_mot
     record = evals(runs / "zero2")[-1]
     assert record["codec_kbps"] == pytest.approx(2.2)
     nll = [record[f"loss_channel_{k}"] for k in range(4)]
-    assert record["bits_a_frame"] == pytest.approx(sum(nll) / math.log(2))
-    assert record["kbps"] == pytest.approx(50 * record["bits_a_frame"] / 1000)
+    assert record["bits_per_frame"] == pytest.approx(sum(nll) / math.log(2))
+    assert record["kbps"] == pytest.approx(50 * record["bits_per_frame"] / 1000)
     [known] = [r for r in support.metrics(runs / "zero2") if r.get("event") == "baselines"]
     assert known["bigram"] < known["unigram"] < known["uniform"] == pytest.approx(math.log(2048))
     assert record["caption_gain"] != 0 and record["caption_gain_none"] != 0
@@ -273,9 +275,9 @@ def test_evaluation_says_what_the_caption_and_the_model_are_worth(runs, demo_mot
 def test_baselines_by_hand(demo_mot):
     config = llama_mot.Config(**assets(demo_mot))
     layout = build(demo_mot).layout
-    tokenizer = mot_clips.Tokenizer(config.model)
-    train, held = (mot_clips.Clips(TokenDataset(config.data), layout, tokenizer, config, t) for t in (True, False))
-    found = mot_eval.baselines(train, held)
+    tokenizer = Tokenizer(config.model)
+    train, held = (Clips(TokenDataset(config.data), layout, tokenizer, config, t) for t in (True, False))
+    found = baselines(train, held)
     seen = [train.tokens.codes(i) for i in train.kept]
     unigram, bigram, count = 0.0, 0.0, 0
     for k in range(4):

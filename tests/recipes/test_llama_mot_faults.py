@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
 # 56 clips in micro-batches of about 5: the 30 steps cross epochs, and dropout, average and evaluation are state.
 JOB = (
-    "--untie full --precision fp32 --lr 3e-3 --warmup 2 --steps 30 --micro-tokens 900 --ema 0.9 --samples 0 "
-    "--caption-dropout 0.3 --eval-every 10 --save-every 10"
+    "--untie all --precision fp32 --lr 3e-3 --warmup 2 --steps 30 --micro-tokens 900 --ema 0.9 --samples 0 "
+    "--text-dropout 0.3 --eval-every 10 --save-every 10"
 ).split()
 
 
@@ -75,7 +75,7 @@ def test_kill_9_of_a_rank_ends_the_job_and_a_resume_equals_never_killed(whole, t
     faults.assert_no_orphans(run)
     codes, outputs = support.finish(start(run, "zero2"))
     assert codes == [0, 0], outputs[0][-3000:]
-    assert f"going on after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
+    assert f"resuming after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
     assert_same_run(run, expected)
 
 
@@ -95,5 +95,5 @@ def test_kill_9_of_all_ranks_of_zero3_and_a_half_written_checkpoint_is_never_tak
     shutil.copytree(folder / "step-00000010", folder / "step-00000025")
     codes, outputs = support.finish(start(run, "zero3"))
     assert codes == [0, 0], outputs[0][-3000:]
-    assert "going on after step 20" in outputs[0]
+    assert "resuming after step 20" in outputs[0]
     assert_same_run(run, expected)

@@ -1,4 +1,4 @@
-"""A whole recording through CMGAN. Long ones go in overlapping windows that fade into each other."""
+"""Whole recordings through CMGAN. Long ones go in overlapping windows that fade into each other."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -7,17 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.config import UserError
 from common.enhance_folder import enhance_files
 from models.cmgan import signal
 from models.cmgan.weights import load_networks
 
-FADE = signal.RATE  # one second: normalisation and attention see their window only, and a hard seam is heard
+FADE = signal.RATE  # one second: normalisation and attention only see their window, and a hard seam is audible
 SHORTEST = signal.N_FFT  # samples; the reflection at the edges needs half of it
 
 
 def windows(length: int, window: int) -> list[int]:
-    """Where the windows start: evenly spread, neighbours overlapping by a fade or more."""
+    """Where the windows start: evenly spread, neighbours overlapping by at least one fade."""
     if length <= window:
         return [0]
     count = math.ceil((length - FADE) / (window - FADE))
@@ -26,7 +25,8 @@ def windows(length: int, window: int) -> list[int]:
 
 @torch.no_grad()
 def enhance_blocks(model, read: Callable, length: int, scale: float, window: int, device) -> Iterator[np.ndarray]:
-    """The enhanced samples in order; `read(start, count)` gives noisy ones, `scale` is the whole recording's."""
+    """Yields the enhanced samples in order. `read(start, count)` returns noisy ones; `scale` normalises them to the
+    unit power of the whole recording."""
     starts = windows(length, window)
     fade_in = 0.5 - 0.5 * np.cos(np.pi * (np.arange(FADE) + 0.5) / FADE)
     tail = None
@@ -41,18 +41,18 @@ def enhance_blocks(model, read: Callable, length: int, scale: float, window: int
         if following is None:
             yield wave
         else:
-            overlap = following - start
-            yield wave[:overlap]
-            tail = wave[overlap : overlap + FADE].copy()
+            hop = following - start
+            yield wave[:hop]
+            tail = wave[hop : hop + FADE].copy()
 
 
 def scale_of(power: float) -> float:
-    """The factor that gives a recording of this mean square unit power."""
+    """The factor that gives a recording with this mean square unit power."""
     return 1.0 if power < signal.SILENT else power**-0.5
 
 
 def enhance(model, noisy: np.ndarray, window: int, device) -> np.ndarray:
-    """(L,) float samples -> (L,), normalised by the whole recording."""
+    """(L,) float samples -> (L,), normalised by the power of the whole recording."""
     scale = scale_of(float(np.square(noisy, dtype=np.float64).mean()))
     blocks = enhance_blocks(model, lambda start, count: noisy[start : start + count], len(noisy), scale, window, device)
     return np.concatenate(list(blocks))
@@ -62,7 +62,7 @@ def enhance(model, noisy: np.ndarray, window: int, device) -> np.ndarray:
 
 
 def enhance_folder(model, source: Path, out: Path, window: int, device) -> None:
-    """Every recording below `source`, of any length in bounded memory, normalised by its whole power."""
+    """Enhances every recording below `source`, of any length, in bounded memory."""
 
     def enhance_one(recording, power: float, write: Callable) -> str:
         def read(start: int, count: int) -> np.ndarray:
@@ -79,11 +79,8 @@ def enhance_folder(model, source: Path, out: Path, window: int, device) -> None:
     enhance_files(source, out, signal.RATE, enhance_one)
 
 
-def main(config) -> None:
-    """--enhance."""
-    if not config.model or not config.out:
-        raise UserError("--enhance needs --model and --out.")
+def enhance_run(model: str, source: Path, out: Path, window_seconds: float) -> None:
+    """Enhances a folder with the generator at `model`: a run, an export, a checkpoint or a file of weights."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator, _ = load_networks(config.model)
-    window = int(config.window_seconds * signal.RATE)
-    enhance_folder(generator.to(device), Path(config.enhance), Path(config.out), window, device)
+    generator, _ = load_networks(model)
+    enhance_folder(generator.to(device), source, out, int(window_seconds * signal.RATE), device)

@@ -1,6 +1,7 @@
-"""CMGAN's two networks under the names of the published checkpoint: TSCNet, the enhancer, and the metric discriminator.
+"""CMGAN's two networks, with the parameter names of the published checkpoint: TSCNet, the generator, and the
+discriminator, which predicts PESQ.
 
-B sounds, C channels, T frames, F bins (201; 101 between encoder and decoders), S sequences, N their length.
+B sounds, C channels, T frames, F bins (201; 101 between encoder and decoders), S sequences of length N.
 """
 
 import torch
@@ -11,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 BINS = 201
 HEADS = 4
 MAX_DISTANCE = 512  # relative positions further apart share one embedding
-CHUNK_LOGITS = 2**20  # attention logits of a chunk: on a CPU it stays in the cache, without gradient it is all there is
-TINY = 1e-12  # inside roots: their gradient at 0 is NaN
+CHUNK_LOGITS = 2**20  # attention logits per chunk: fits a CPU cache, and bounds the memory when there is no gradient
+TINY = 1e-12  # inside roots, whose gradient at 0 is NaN
 
 
 # ---- conformer ---------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention with a learned vector a relative position: logits (q.k + q.R[i-j]) / sqrt(d)."""
+    """Self-attention with one learned vector per relative position: logits (q.k + q.R[i-j]) / sqrt(d)."""
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
@@ -104,10 +105,10 @@ class DepthwiseConv(nn.Module):
 
 
 class StepBatchNorm(nn.BatchNorm1d):
-    """BatchNorm whose running statistics move once an optimizer step, by the mean over all its micro-batches.
+    """BatchNorm that updates its running statistics once per optimizer step, with the mean over all micro-batches.
 
-    Only so are they the same for any ranks x accumulation, and safe from a step that is not applied. The second forward
-    of activation checkpointing adds the same again to sum and count.
+    This makes them the same for any ranks x accumulation, and keeps out steps that are not applied. The second forward
+    pass of activation checkpointing adds the same values to the sum and to the count again.
     """
 
     def forward(self, x):
@@ -158,7 +159,7 @@ class Conformer(nn.Module):
 
 
 class TwoStageConformer(nn.Module):
-    """A conformer along time, a bin at a time, then one along frequency, a frame at a time."""
+    """A conformer along time for every bin, then one along frequency for every frame."""
 
     def __init__(self, channels: int, dropout: float):
         super().__init__()
@@ -185,7 +186,7 @@ class TwoStageConformer(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """Four convolutions with growing dilation towards the past; each sees what all before it made."""
+    """Four causal convolutions with growing dilation; each one takes the outputs of all before it."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -244,7 +245,7 @@ class MaskDecoder(nn.Module):
         self.norm = nn.InstanceNorm2d(1, affine=True)
         self.prelu = nn.PReLU(1)
         self.final_conv = nn.Conv2d(1, 1, 1)
-        self.prelu_out = nn.PReLU(BINS, init=-0.25)  # a slope a bin
+        self.prelu_out = nn.PReLU(BINS, init=-0.25)  # one slope per bin
 
     def forward(self, x):
         x = self.prelu(self.norm(self.conv_1(self.sub_pixel(self.dense_block(x)))))
@@ -266,7 +267,7 @@ class ComplexDecoder(nn.Module):
 
 
 class TSCNet(nn.Module):
-    """Compressed noisy spectrum (B, 2, T, F), real and imaginary -> the same of the enhanced one."""
+    """Compressed noisy spectrum, real and imaginary part (B, 2, T, F) -> the enhanced one, same shape."""
 
     def __init__(self, channels: int = 64, dropout: float = 0.2):
         super().__init__()
@@ -278,21 +279,21 @@ class TSCNet(nn.Module):
         self.complex_decoder = ComplexDecoder(channels)
         for bias in self.biases_without_effect():
             # Its true gradient is 0. Adam would scale up the rounding noise that is computed instead, and the bias
-            # would wander at random by a learning rate a step.
+            # would take a random walk, one learning rate per step.
             bias.register_hook(torch.zeros_like)
 
     def biases_without_effect(self) -> list[nn.Parameter]:
-        """Biases that the normalisation right after them takes away again."""
-        found = [self.dense_encoder.conv_1[0].bias, self.dense_encoder.conv_2[0].bias, self.mask_decoder.conv_1.bias]
+        """Biases that the normalisation right after them cancels."""
+        biases = [self.dense_encoder.conv_1[0].bias, self.dense_encoder.conv_2[0].bias, self.mask_decoder.conv_1.bias]
         for module in self.modules():
             if isinstance(module, DenseBlock):
-                found += [module.get_submodule(f"conv{i}").bias for i in range(1, 5)]
+                biases += [module.get_submodule(f"conv{i}").bias for i in range(1, 5)]
             if isinstance(module, ConvModule):
-                found.append(module.net[4].conv.bias)
-        return found
+                biases.append(module.net[4].conv.bias)
+        return biases
 
     def set_compute(self, checkpointing: bool, low_precision: bool) -> None:
-        """Whether conformers forget their activations until backward, and compute in bf16."""
+        """Sets whether conformers recompute their activations in the backward pass, and whether they use bf16."""
         for i in range(1, 5):
             block = self.get_submodule(f"TSCB_{i}")
             block.checkpointing, block.low_precision = checkpointing, low_precision
@@ -303,17 +304,20 @@ class TSCNet(nn.Module):
         x = self.dense_encoder(torch.cat([magnitude, real, imag], dim=1))
         for i in range(1, 5):
             x = self.get_submodule(f"TSCB_{i}")(x)
-        # mask x |X| at the noisy phase is the mask x (real, imag); then the correction
+        # mask x |X| with the noisy phase is mask x (real, imag); the complex decoder adds its correction
         return self.mask_decoder(x) * x_b2tf + self.complex_decoder(x)
 
 
-def settle_statistics(model: nn.Module, ranks, apply: bool) -> None:
-    """Moves the BatchNorm statistics by the step's micro-batches of all ranks, or forgets them (a skipped step)."""
+def update_batch_norm(model: nn.Module, process, apply: bool) -> None:
+    """Updates the BatchNorm statistics from the micro-batches of all ranks, or drops them if the step was skipped.
+
+    Call it once per optimizer step, on every rank.
+    """
     import torch.distributed as dist
 
     layers = [m for m in model.modules() if isinstance(m, StepBatchNorm)]
     sums = torch.cat([layer.seen.flatten() for layer in layers] + [layers[0].seen.new_tensor([layers[0].batches])])
-    if ranks.world > 1:
+    if process.world > 1:
         dist.all_reduce(sums)
     means = iter((sums[:-1] / sums[-1]).split([2 * layer.num_features for layer in layers]))
     for layer in layers:
@@ -331,8 +335,8 @@ def settle_statistics(model: nn.Module, ranks, apply: bool) -> None:
 class SpectralLayer(nn.Module):
     """A convolution or linear layer whose weight is divided by its largest singular value.
 
-    Parameter names are those of torch.nn.utils.spectral_norm, but the power iteration runs once an optimizer step
-    (`iterate`) and not at every forward: otherwise the weights would depend on ranks and accumulation.
+    Parameter names are those of torch.nn.utils.spectral_norm, but the power iteration runs once per optimizer step
+    (`iterate`), not in every forward pass: the weights would depend on ranks and accumulation.
     """
 
     def __init__(self, layer: nn.Module, compute):
@@ -376,7 +380,7 @@ class LearnableSigmoid(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Compressed magnitudes (B, 1, F, T), clean first -> (B,) the quality of the other: PESQ 1 to 4.5 as 0 to 1."""
+    """Compressed magnitudes of a clean and another sound (B, 1, F, T) -> (B,) the other's PESQ, 1 to 4.5 as 0 to 1."""
 
     def __init__(self, channels: int = 16):
         super().__init__()
@@ -397,7 +401,7 @@ class Discriminator(nn.Module):
         return self.layers(torch.cat([clean, other], dim=1)).squeeze(1)
 
     def iterate(self) -> None:
-        """Once an optimizer step: follows the largest singular values of the moving weights."""
+        """One power iteration of every spectral norm; call it once per optimizer step."""
         for layer in self.layers:
             if isinstance(layer, SpectralLayer):
                 layer.iterate()

@@ -1,6 +1,5 @@
-"""CMGAN's weights on disk: the published checkpoint, what this project exports, and what a run saves."""
+"""CMGAN's weights on disk: the published checkpoint, exports of this project, and checkpoints of a run."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,19 +9,19 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint import allow_list, write_json
 from common.config import UserError
-from common.runs import fresh, replace
+from common.runs import empty_folder, replace_folder
 from models.cmgan import signal
 from models.cmgan.network import Discriminator, TSCNet
 
-# torch's newer way to spell a spectrally normalised weight -> the published way
+# torch's newer names for the parts of a spectrally normalised weight -> the published names
 NEWER = {"original": "weight_orig", "0._u": "weight_u", "0._v": "weight_v"}
 
 
 def load_networks(path: str) -> tuple[TSCNet, Discriminator | None]:
-    """The generator and, where it is there too, its discriminator. The widths are those of the weights.
+    """The generator and, if there is one, its discriminator; their widths follow from the weights.
 
     `path`: a bare generator state_dict as published (.pt, .safetensors or without a suffix), an export folder, a
-    checkpoint of a run, or a run folder, whose export is taken.
+    checkpoint of a run, or a run folder, whose export is loaded.
     """
     place = Path(path)
     if (place / "export").is_dir():
@@ -31,15 +30,18 @@ def load_networks(path: str) -> tuple[TSCNet, Discriminator | None]:
         return build_generator(read_file(place), place), None
     if (place / "generator.safetensors").is_file():
         generator = build_generator(read_file(place / "generator.safetensors"), place)
-        other = place / "discriminator.safetensors"
-        return generator, build_discriminator(read_file(other), other) if other.is_file() else None
+        file = place / "discriminator.safetensors"
+        return generator, build_discriminator(read_file(file), file) if file.is_file() else None
     if (place / "g").is_dir() and (place / "d").is_dir():
-        return build_generator(_engine_file(place / "g"), place), build_discriminator(_engine_file(place / "d"), place)
+        weights = [_engine_weights(place / name) for name in ("g", "d")]
+        return build_generator(weights[0], place), build_discriminator(weights[1], place)
     raise UserError(f"--model {path} is neither a checkpoint file nor a folder with CMGAN's weights.")
 
 
-def _engine_file(folder: Path) -> dict[str, torch.Tensor]:
-    """What DeepSpeed saved of an engine, without its wrapper's prefix."""
+def _engine_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in an engine's checkpoint, without the prefix of the wrapper around the model."""
+    import deepspeed  # noqa: F401  allow_list() then allows the classes of its checkpoints
+
     (file,) = folder.glob("*model_states.pt")
     allow_list()
     weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
@@ -47,7 +49,7 @@ def _engine_file(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_file(path: Path) -> dict[str, torch.Tensor]:
-    """A state_dict from safetensors or a pickle; of a pickle nothing but tensors is ever loaded."""
+    """A state_dict from safetensors or a pickle, from which only tensors are ever loaded."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -55,23 +57,23 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"--model {path}: {str(error).splitlines()[0]}") from None
     except Exception as error:  # torch raises whatever the damaged or foreign pickle makes it raise
-        raise UserError(f"--model {path} is no plain checkpoint of tensors ({type(error).__name__}).") from None
+        raise UserError(f"--model {path} is not a plain checkpoint of tensors ({type(error).__name__}).") from None
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise UserError(f"--model {path} holds no bare state_dict; save the generator's state_dict alone.")
+        raise UserError(f"--model {path} is not a bare state_dict; save only the generator's state_dict.")
     return content
 
 
 def published_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the prefix of DistributedDataParallel, and with the published names of spectral norm."""
-    found = {}
+    """The weights without the prefix of DistributedDataParallel, and with the published names of spectral norm."""
+    renamed = {}
     for name, value in weights.items():
         name = re.sub(
             r"parametrizations\.weight\.(original|0\._u|0\._v)$",
             lambda match: NEWER[match[1]],
             name.removeprefix("module."),
         )
-        found[name] = value
-    return found
+        renamed[name] = value
+    return renamed
 
 
 def build_generator(weights: dict[str, torch.Tensor], path: Path) -> TSCNet:
@@ -92,16 +94,17 @@ def _fill(model, weights: dict[str, torch.Tensor], path: Path):
     wrong = wrong or [name for name, value in wanted.items() if value.shape != weights[name].shape]
     if wrong:
         raise UserError(
-            f"--model {path} is no CMGAN {type(model).__name__}: {len(wrong)} weights do not fit, such as {wrong[0]}."
+            f"--model {path} is not a CMGAN {type(model).__name__}: {len(wrong)} weights do not fit, for example"
+            f" {wrong[0]}."
         )
     model.load_state_dict(weights)
     return model
 
 
 def write_export(folder: Path, generator: dict, discriminator: dict, facts: dict) -> None:
-    """export/: safetensors under the published names, config.json, and generator.pt as published; whole or absent."""
+    """Writes export/: safetensors and generator.pt under the published names, and config.json; whole or absent."""
     final, draft = folder / "export", folder / ".export.tmp"
-    fresh(draft)
+    empty_folder(draft)
     generator = {name: value.detach().cpu().contiguous() for name, value in generator.items()}
     save_file(generator, draft / "generator.safetensors")
     save_file({n: v.detach().cpu().contiguous() for n, v in discriminator.items()}, draft / "discriminator.safetensors")
@@ -117,8 +120,4 @@ def write_export(folder: Path, generator: dict, discriminator: dict, facts: dict
         "channels": len(generator["dense_encoder.conv_1.0.weight"]),
     }
     write_json(draft / "config.json", config | facts)
-    replace(draft, final)
-
-
-def read_facts(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    replace_folder(draft, final)

@@ -1,23 +1,22 @@
-"""Token datasets as Dia's batches. Shapes as in layout.py."""
+"""A token dataset as Dia's training set. Shapes as in layout.py."""
 
 import numpy as np
 import torch
 
-from common import keyed_random as keyed
+from common import keyed_random
 from common.config import UserError
-from common.lora import base_model
 from common.loss import IGNORE
-from common.runtime import Ranks, on_first, say
+from common.runtime import say
 from common.tokens import TokenDataset
-from models.dia.layout import Layout, augment_tags, delayed, layout_of, text_bytes, with_speaker
+from models.dia.layout import Layout, augment_tags, delayed, text_bytes, with_speaker
 
-CHANNEL_WEIGHTS = {"equal": (1.0,), "first4x": (4.0, 1.0)}  # the last value holds for all further channels
+CHANNEL_WEIGHTS = {"equal": (1.0,), "first4x": (4.0, 1.0)}  # the last value applies to all further channels
 
 # ---- batches ---------------------------------------------------------------------------------------------------
 
 
 class Clips:
-    """A token dataset seen by one recipe: which clips, which part of each, with which text."""
+    """The clips of a token dataset that Dia trains on (contracts.TrainingSet): which part of each, with which text."""
 
     def __init__(self, tokens: TokenDataset, layout: Layout, config, tag_map: dict[str, int], train: bool):
         self.tokens, self.layout, self.config, self.tag_map, self.train = (
@@ -32,10 +31,10 @@ class Clips:
         if config.over_long == "crop" and config.text_mode == "speech":
             raise UserError("--over-long crop is for --text-mode tags: a transcript belongs to its whole clip.")
         if not config.max_seconds >= 0:
-            raise UserError(f"--max-seconds {config.max_seconds:g} is negative or no number.")
+            raise UserError(f"--max-seconds {config.max_seconds:g} is negative or not a number.")
         window = layout.max_positions
         if config.max_seconds:
-            # frames a second come from the dataset's codec: never a literal
+            # The frame rate comes from the dataset's codec, never from a literal.
             rate = tokens.info["sample_rate"] / tokens.info["hop"]
             window = int(min(window, config.max_seconds * rate + layout.tail))
             if window <= layout.tail:
@@ -55,16 +54,16 @@ class Clips:
             self.kept, self.dropped = self.kept[~too_long], int(too_long.sum())
         self._check_texts()
         self.lengths = np.minimum(whole[self.kept], window)
-        self.weights = _channel_weights(config.channel_weights, layout.channels)
+        self.channel_weights = _channel_weights(config.channel_weights, layout.channels)
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def _check_texts(self) -> None:
-        """Finds over-long, missing and broken texts before training. NFC can at most triple a text's bytes."""
+        """Finds over-long, missing and broken texts before training. NFC can at most triple the bytes of a text."""
         limit, too_long = self.layout.max_text, []
         for i in np.intersect1d(self.kept, self.tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")):
-            text_bytes(self._text(i), self.tag_map, self.tokens.id(i))  # says which character it is
+            text_bytes(self._text(i), self.tag_map, self.tokens.id(i))  # raises, naming the character
         for i in np.intersect1d(self.kept, self.tokens.long_texts(limit // 3)):
             text = self._text(i)
             if self.config.text_mode == "tags":
@@ -90,7 +89,7 @@ class Clips:
         return with_speaker(self.tokens.text(i), self.config.text_mode)
 
     def part(self, clip: int, epoch: int) -> tuple[int, int, int, bool]:
-        """First frame, end frame, decoder positions and whether the clip's true end is in."""
+        """First frame, end frame, decoder positions, and whether the clip's true end is included."""
         i = self.kept[clip]
         frames, tail = int(self.tokens.frames[i]), self.layout.tail
         if frames + tail <= self.window:
@@ -98,50 +97,49 @@ class Clips:
         last = frames - (self.window - tail)  # from here the rest of the clip and its EOS fit
         start = 0
         if self.train:
-            start = int(keyed.uniform(self.config.seed, epoch, self.tokens.id(i), "window") * (last + 1))
+            start = int(keyed_random.uniform(self.config.seed, epoch, self.tokens.id(i), "window") * (last + 1))
         if start + self.window > frames:
             return last, frames, self.window, True
         return start, start + self.window, self.window, False
 
-    def target_weight(self, clips, epoch: int) -> float:
-        """Sum of the token weights of these clips' targets: known from lengths alone, on every rank."""
+    def target_weight(self, clips, epoch: int = 0) -> float:
+        """Sum of the loss weights of these clips' targets, from lengths alone; must agree with compute_loss."""
         total = 0.0
         eos_extra = self.config.eos_weight - 1
         for clip in clips:
             start, end, positions, final = self.part(clip, epoch)
             if final:
-                total += self.weights.sum() * (end - start + 1 + eos_extra)
+                total += self.channel_weights.sum() * (end - start + 1 + eos_extra)
             else:
-                total += (self.weights * np.maximum(0, positions - np.array(self.layout.delay))).sum()
+                total += (self.channel_weights * np.maximum(0, positions - np.array(self.layout.delay))).sum()
         return total
 
-    def text(self, clip: int, epoch: int, step: int) -> np.ndarray:
-        """Byte ids; all zero for a keyed share of the samples, which is what guidance compares with."""
+    def text(self, clip: int, epoch: int) -> np.ndarray:
+        """Byte ids; all zero for a keyed fraction of the samples, the unconditional input of guidance."""
         i, config = self.kept[clip], self.config
         name, text = self.tokens.id(i), self._text(i)
         if self.train and config.text_mode == "tags":
             text = augment_tags(text, config.tag_dropout, config.tag_limit, config.seed, epoch, name)
         ids = text_bytes(text, self.tag_map, name)
         if self.train:
-            key = (config.seed, step) if config.uncond_scope == "step" else (config.seed, epoch, name)
-            if keyed.uniform(*key, "uncond") < config.uncond:
-                # Zero ids with the mask kept, as generation does it; a zero mask is another thing to the model.
+            if keyed_random.uniform(config.seed, epoch, name, "text_dropout") < config.text_dropout:
+                # Zero ids but the same mask, as in generation: with a zero mask the model computes something else.
                 ids = np.zeros(len(ids), dtype=np.uint8)
         return ids if len(ids) else np.zeros(1, dtype=np.uint8)
 
-    def batch(self, clips, epoch: int = 0, step: int = 0) -> dict:
-        """Right-padded tensors of these clips."""
+    def batch(self, clips, epoch: int = 0) -> dict:
+        """These clips as right-padded tensors."""
         layout = self.layout
         texts, sequences, names = [], [], []
         for clip in clips:
             start, end, positions, final = self.part(clip, epoch)
             codes = self.tokens.codes(self.kept[clip])[start:end]
             name = self.tokens.id(self.kept[clip])
-            # An id of another channel's range would silently read that channel's embedding.
+            # An id in another channel's range would silently select that channel's embedding.
             if codes.min() < 0 or codes.max() >= self.tokens.info["codebook_size"]:
                 code = min(codes.min(), 0) or codes.max()
                 raise UserError(f"{self.tokens.folder}: clip {name!r} holds the code {code}, out of range.")
-            texts.append(self.text(clip, epoch, step))
+            texts.append(self.text(clip, epoch))
             sequences.append(delayed(codes, layout, positions, final))
             names.append(name)
         input_ids, attention_mask = pad_texts(texts)
@@ -165,18 +163,18 @@ class Clips:
             "positions": mask.size,
         }
 
-    def id(self, clip: int) -> str:
-        return self.tokens.id(self.kept[clip])
+    def ids(self, clips) -> list[str]:
+        return [self.tokens.id(self.kept[clip]) for clip in clips]
 
     def fingerprint(self) -> dict:
         return {"data": self.tokens.fingerprint()}
 
     def warn(self) -> None:
-        """Says what trains but is probably not meant."""
+        """Warns about what can be trained but is probably a mistake."""
         if self.dropped:
-            say(f"warning: {self.dropped} clips of {self.tokens.folder} are too long and left out")
-        if self.config.uncond == 0 and self.train:
-            say("warning: --uncond 0 trains no unconditional rows: guidance above 1 will sound worse")
+            say(f"warning: {self.dropped} clips of {self.tokens.folder} are too long and were dropped")
+        if self.config.text_dropout == 0 and self.train:
+            say("warning: --text-dropout 0 trains no unconditional samples: guidance above 1 will sound worse")
         if self.config.text_mode == "speech":
             odd = self.tokens.texts_matching(r"^\s*\[S2\]|\[S1\][^\[]*\[S1\]|\[S2\][^\[]*\[S2\]")
             if len(odd):
@@ -184,31 +182,31 @@ class Clips:
 
 
 class WithRehearsal:
-    """Clips to learn and, counted on after them, clips not to forget. A micro-batch holds only one kind (plan.Mix)."""
+    """New clips, followed by rehearsal clips against forgetting. A micro-batch holds only one kind (plan.Mix)."""
 
     def __init__(self, clips: Clips, rehearsal: Clips):
         self.parts = (clips, rehearsal)
-        self.config, self.layout, self.weights = clips.config, clips.layout, clips.weights
+        self.config, self.layout, self.channel_weights = clips.config, clips.layout, clips.channel_weights
         self.lengths = np.concatenate([clips.lengths, rehearsal.lengths])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def _own(self, chosen) -> tuple[Clips, np.ndarray]:
-        chosen, first = np.asarray(chosen), len(self.parts[0])
-        return (self.parts[1], chosen - first) if chosen[0] >= first else (self.parts[0], chosen)
+    def _own(self, indices) -> tuple[Clips, np.ndarray]:
+        indices, first = np.asarray(indices), len(self.parts[0])
+        return (self.parts[1], indices - first) if indices[0] >= first else (self.parts[0], indices)
 
-    def batch(self, chosen, epoch: int = 0, step: int = 0) -> dict:
-        clips, own = self._own(chosen)
-        return clips.batch(own, epoch, step)
+    def batch(self, indices, epoch: int = 0) -> dict:
+        clips, own = self._own(indices)
+        return clips.batch(own, epoch)
 
-    def target_weight(self, chosen, epoch: int) -> float:
-        clips, own = self._own(chosen)
+    def target_weight(self, indices, epoch: int = 0) -> float:
+        clips, own = self._own(indices)
         return clips.target_weight(own, epoch)
 
-    def id(self, clip: int) -> str:
-        clips, (own,) = self._own([clip])
-        return clips.id(own)
+    def ids(self, indices) -> list[str]:
+        clips, own = self._own(indices)
+        return clips.ids(own)
 
     def fingerprint(self) -> dict:
         return {"data": self.parts[0].tokens.fingerprint(), "rehearsal": self.parts[1].tokens.fingerprint()}
@@ -219,22 +217,8 @@ def _channel_weights(name: str, channels: int) -> np.ndarray:
     return np.array([values[min(c, len(values) - 1)] for c in range(channels)])
 
 
-def build_data(path: str, model, config, tag_map: dict[str, int], ranks: Ranks, train: bool) -> Clips | None:
-    """A token dataset, checked against the model and, on the first rank, for damage; None without a path."""
-    if not path:
-        return None
-    tokens = TokenDataset(path)
-    if config.verify_data:
-        on_first(tokens.verify, ranks)
-    clips = Clips(tokens, layout_of(base_model(model).config), config, tag_map, train)
-    if not len(clips):
-        raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
-    clips.warn()
-    return clips
-
-
 def pad_texts(texts: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids (B, S) padded right with 0, and the mask: from lengths, because unconditional rows are all 0 too."""
+    """Ids (B, S) padded right with 0, and the mask, from lengths: unconditional texts are all 0 too."""
     longest = max(1, max(map(len, texts)))
     ids = np.zeros((len(texts), longest), dtype=np.int64)
     mask = np.zeros_like(ids)

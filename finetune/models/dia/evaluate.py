@@ -1,107 +1,58 @@
-"""Dia's loss and its evaluation on held-out clips. Shapes as in layout.py."""
+"""Dia on held-out clips, teacher-forced. Shapes as in layout.py."""
 
 import torch
 
+from common.evaluation import Sums, evaluating, evaluation_rows
+from common.feed import to_device
 from common.lora import base_model
-from common.loss import IGNORE, codebook_loss, codebook_stats
-from common.plan import Plan
-from common.runs import Run
-from common.runtime import Ranks, all_sum, say
+from common.loss import IGNORE, codebook_stats
+from common.runtime import Process
 from models.dia.data import Clips
 from models.dia.layout import labelled_states
 
 
-def dia_loss(model, batch, channel_weights: torch.Tensor, eos_weight: float, eos: int):
-    """Weighted sum of the token losses; per channel the plain sum and the number of targets."""
-    hidden_nd, labels_nc = labelled_states(model, batch)
-    real = labels_nc != IGNORE
-    weights_nc = real * channel_weights.to(hidden_nd.device)
-    if eos_weight != 1:
-        weights_nc = torch.where(labels_nc == eos, weights_nc * eos_weight, weights_nc)
-    loss, losses_nc = codebook_loss(base_model(model).logits_dense, hidden_nd, labels_nc, weights_nc)
-    return loss, torch.stack([losses_nc.sum(0), real.sum(0).float()]).detach()
+def token_metrics(model, clips: Clips, process: Process) -> dict[str, float]:
+    """Unweighted loss and accuracy per token over all clips, the same for any number of ranks.
 
-
-def compute_loss(model, batch, clips: Clips):
-    """Weighted loss sum over the batch's targets; per channel the plain sum and the count."""
-    weights = torch.as_tensor(clips.weights, dtype=torch.float32)
-    return dia_loss(model, batch, weights, clips.config.eos_weight, clips.layout.eos)
-
-
-def evaluate_and_log(model, clips: Clips | None, run: Run, step: int, to_device) -> float | None:
-    """Metrics with the averaged weights, if there are any; returns the score that chooses the best checkpoint.
-
-    That is the loss, but no score for a model that would not stop speaking (--min-eos-recall).
+    eos_recall and eos_false_alarm predict endless and cut-off speech: generation stops exactly where EOS is the most
+    likely id of channel 0. text_gap is the increase of the loss without the text; near 0 the text is ignored.
     """
-    if not clips:
-        return None
-    with run.average.in_place():
-        values = evaluate(model, clips, run.ranks, to_device)
-    run.tracker.event("eval", step, **values)
-    say(f"evaluation at step {step}: loss {values['loss']:.4f}  text gap {values['text_gap']:.4f}"
-        f"  end recall {values['eos_recall']:.2f}  end false alarm {values['eos_false_alarm']:.4f}")  # fmt: skip
-    return values["loss"] if values["eos_recall"] >= clips.config.min_eos_recall else None
-
-
-@torch.no_grad()
-def evaluate(model, clips: Clips, ranks: Ranks, to_device) -> dict[str, float]:
-    """Teacher-forced metrics over all clips, the same for any number of ranks (sums are reduced, not means).
-
-    eos_recall and eos_false_alarm foretell endless and cut-off outputs: generation stops exactly where channel 0's
-    most likely id is EOS. text_gap is how much worse the loss gets without the text; near 0 the text is ignored.
-    """
-    plan = Plan(clips.lengths, clips.config.micro_tokens, seed=0, jitter=0)
-    batches = [plan.micro_batch(number)[1] for number in range(plan.per_epoch)]
-    channels, eos = clips.layout.channels, clips.layout.eos
-    sums = torch.zeros(3 * channels + 5, dtype=torch.float64)
-    was_training = model.training
-    model.eval()
-    for turn in range(-(-len(batches) // ranks.world)):
-        number = turn * ranks.world + ranks.rank
-        # Under ZeRO-3 every rank must run every turn: one without a batch repeats the first and adds nothing.
-        batch = to_device(clips.batch(batches[number if number < len(batches) else 0]))
-        losses, best, labels = _token_stats(model, batch)
-        mute = batch | {"input_ids": torch.zeros_like(batch["input_ids"])}
-        mute_losses, *_ = _token_stats(model, mute)
-        if number < len(batches):
-            real, is_eos = labels != IGNORE, labels == eos
-            says_eos, at_end = best[:, 0] == eos, is_eos[:, 0]
-            sums += torch.cat(
-                [
-                    torch.stack([losses.sum(0), real.sum(0), ((best == labels) & real).sum(0)])
-                    .double()
-                    .flatten()
-                    .cpu(),
-                    torch.tensor(
-                        [
-                            mute_losses.sum(),
-                            losses[is_eos].sum(),
-                            at_end.sum(),
-                            (says_eos & at_end).sum(),
-                            (says_eos & ~at_end & real[:, 0]).sum(),
-                        ],
-                        dtype=torch.float64,
-                    ),
-                ]
+    sums, eos = Sums(), clips.layout.eos
+    with evaluating(model):
+        for rows, counts in evaluation_rows(clips.lengths, clips.config.micro_tokens, process):
+            batch = to_device(clips.batch(rows), process.device)
+            losses_nc, best_nc, labels_nc = _token_stats(model, batch)
+            without_text = batch | {"input_ids": torch.zeros_like(batch["input_ids"])}
+            losses_without_text_nc, *_ = _token_stats(model, without_text)
+            is_target, is_eos = labels_nc != IGNORE, labels_nc == eos
+            predicts_end, is_end = best_nc[:, 0] == eos, is_eos[:, 0]
+            sums.add(
+                counts,
+                loss=losses_nc.sum(0),
+                targets=is_target.sum(0),
+                correct=((best_nc == labels_nc) & is_target).sum(0),
+                loss_without_text=losses_without_text_nc.sum(),
+                eos_loss=losses_nc[is_eos].sum(),
+                ends=is_end.sum(),
+                ends_predicted=(predicts_end & is_end).sum(),
+                false_ends=(predicts_end & ~is_end & is_target[:, 0]).sum(),
             )
-    model.train(was_training)
-    sums = all_sum(sums, ranks)
-    loss, count, correct = sums[: 3 * channels].reshape(3, channels)
-    mute, eos_loss, ends, hits, alarms = sums[3 * channels :]
-    ends_all = max(ends * channels, 1)
-    values = {
-        "loss": loss.sum() / count.sum(),
-        "accuracy": correct.sum() / count.sum(),
-        "text_gap": (mute - loss.sum()) / count.sum(),
-        "eos_loss": eos_loss / ends_all,
-        "eos_recall": hits / max(ends, 1),
-        "eos_false_alarm": alarms / max(count[0] - ends, 1),
+    total = sums.reduce(process)
+    loss, targets, ends = total["loss"], total["targets"], total["ends"]
+    metrics = {
+        "loss": loss.sum() / targets.sum(),
+        "accuracy": total["correct"].sum() / targets.sum(),
+        "text_gap": (total["loss_without_text"] - loss.sum()) / targets.sum(),
+        "eos_loss": total["eos_loss"] / max(ends * len(targets), 1),
+        "eos_recall": total["ends_predicted"] / max(ends, 1),
+        "eos_false_alarm": total["false_ends"] / max(targets[0] - ends, 1),
     }
-    values |= {f"loss_channel_{c}": loss[c] / max(count[c], 1) for c in range(channels)}
-    return {name: float(value) for name, value in values.items()}
+    metrics |= {f"loss_channel_{c}": loss[c] / max(targets[c], 1) for c in range(len(targets))}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _token_stats(model, batch):
+    """Losses, most likely ids and labels, (N, C) each."""
     hidden_nd, labels_nc = labelled_states(model, batch)
-    losses, best = codebook_stats(base_model(model).logits_dense, hidden_nd, labels_nc)
-    return losses, best, labels_nc
+    losses_nc, best_nc = codebook_stats(base_model(model).logits_dense, hidden_nd, labels_nc)
+    return losses_nc, best_nc, labels_nc

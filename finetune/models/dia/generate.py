@@ -1,14 +1,14 @@
-"""Speaking with Dia, and the samples of a run. Shapes as in layout.py."""
+"""Generating speech with Dia, and the samples of a run. Shapes as in layout.py."""
 
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import keyed_random as keyed
 from common import samples
+from common.keyed_random import torch_seed
 from common.lora import base_model
-from common.runtime import Ranks
+from common.runtime import Process
 from models.dia.data import Clips, pad_texts
 from models.dia.layout import layout_of, undelayed
 
@@ -17,12 +17,12 @@ from models.dia.layout import layout_of, undelayed
 def speak(
     model, texts: list[np.ndarray], max_frames: int, seed: int, device: torch.device | None = None, **sampling
 ) -> list[tuple[np.ndarray, bool]]:
-    """Codes (T, C) for byte-id texts, and whether each ended by itself. Greedy unless `sampling` says otherwise."""
+    """Codes (T, C) for byte-id texts, and whether each ended by itself. Greedy unless `sampling` is given."""
     dia = base_model(model)
     layout = layout_of(dia.config)
     device = device or next(dia.parameters()).device  # offloaded parameters are not where the model computes
     input_ids, attention_mask = pad_texts(texts)
-    # The delay is primed as the processor does it: BOS up to each channel's delay, PAD (= free) after it.
+    # The delay is primed as the HF processor does: BOS up to each channel's delay, PAD (to be generated) after it.
     prefill = np.full((len(texts), layout.tail, layout.channels), layout.pad, dtype=np.int64)
     for channel, delay in enumerate(layout.delay):
         prefill[:, : delay + 1, channel] = layout.bos
@@ -59,8 +59,8 @@ def speak(
     return spoken
 
 
-def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks_must_join: bool) -> list:
-    """Speaks a few evaluation texts greedily, spread over all ranks; returns the decoders it started."""
+def sample(model, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list:
+    """Generates a few evaluation texts greedily, spread over all ranks; returns the decoder processes it started."""
     config = clips.config
     chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
     prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
@@ -69,18 +69,18 @@ def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks
     codec = clips.tokens.info["weights"]
     rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
 
-    def speak_mine(mine: list[dict]) -> list:
-        texts = [clips.text(prompt["index"], 0, 0) for prompt in mine]
-        seed = keyed.key64(config.seed, step, "sample") % 2**63
-        spoken = speak(model, texts, cap, seed, ranks.device)
+    def speak_share(prompts: list[dict]) -> list:
+        texts = [clips.text(prompt["index"], 0) for prompt in prompts]
+        seed = torch_seed(config.seed, step, "sample")
+        spoken = speak(model, texts, cap, seed, process.device)
         results = []
-        for prompt, text, (codes, ended) in zip(mine, texts, spoken, strict=True):
+        for prompt, text, (codes, ended) in zip(prompts, texts, spoken, strict=True):
             truth = clips.tokens.codes(clips.kept[prompt["index"]])
             shared = min(len(codes), len(truth))
             facts = {
                 "seconds": len(codes) / rate,
-                "seconds_a_byte": len(codes) / rate / max(1, len(text)),
-                "recorded_seconds_a_byte": len(truth) / rate / max(1, len(text)),
+                "seconds_per_byte": len(codes) / rate / max(1, len(text)),
+                "recorded_seconds_per_byte": len(truth) / rate / max(1, len(text)),
                 "ended_by_eos": ended,
                 "repeats": samples.repeat_share(codes),
                 "codes_as_recorded": float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0,
@@ -91,4 +91,4 @@ def sample(model, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks
     def recorded(prompt: dict) -> np.ndarray:
         return clips.tokens.codes(clips.kept[prompt["index"]])
 
-    return samples.make_and_decode(prompts, speak_mine, recorded, codec, folder, step, ranks, all_ranks_must_join)
+    return samples.make_and_decode(prompts, speak_share, recorded, codec, folder, step, process, all_ranks_must_join)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import keyed_random as keyed
+from common import keyed_random
 from common.config import UserError
 from common.lora import base_model
 from common.loss import IGNORE
@@ -67,7 +67,7 @@ def augment_tags(text: str, drop: float, limit: int, *key) -> str:
     tags = [tag.strip() for tag in text.split(",") if tag.strip()]
     if not tags:
         return text
-    draw = keyed.generator(*key, "tags")
+    draw = keyed_random.generator(*key, "tags")
     kept = [tag for tag in tags if draw.random() >= drop] or [tags[draw.integers(len(tags))]]
     kept = [kept[i] for i in draw.permutation(len(kept))]
     return ", ".join(kept[:limit] if limit else kept)

@@ -38,7 +38,7 @@ def write_model(
     from huggingface_hub import save_torch_state_dict
 
     draft = folder.with_name(f".{folder.name}.tmp")
-    runs.fresh(draft)
+    runs.empty_folder(draft)
     save_torch_state_dict(weights, draft, max_shard_size=SHARD, metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float32
@@ -50,7 +50,7 @@ def write_model(
         write_processor(draft)
     write_json(draft / "tag_map.json", tag_map)
     write_json(draft / "training_config.json", facts)
-    runs.replace(draft, folder)
+    runs.replace_folder(draft, folder)
 
 
 def copy_processor(source: str, folder: Path) -> None:

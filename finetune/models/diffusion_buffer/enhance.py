@@ -1,7 +1,7 @@
-"""Online enhancement: samples in, samples out, one network call a frame.
+"""Online enhancement: samples in, samples out, one network call per frame.
 
 The last B frames of the buffer are at rising diffusion times; each new frame moves them one place to the left and one
-step closer to clean speech. What comes out depends on the samples alone, not on how they are handed over.
+step closer to clean speech. The output depends only on the samples, not on how they are split into chunks.
 """
 
 import time
@@ -12,81 +12,73 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import keyed_random as keyed
 from common.config import UserError
 from common.enhance_folder import enhance_files
+from common.keyed_random import generator
 from common.runtime import say
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.signal import RATE, Spec
+from models.diffusion_buffer.weights import load_network
 
 
 class Buffer:
-    """The frames that are being denoised. `network(x, y, times, scales)` as in models/diffusion_buffer/network.py."""
+    """The frames that are being denoised. `network(x, y, times, scales)` as in models/diffusion_buffer/network.py.
 
-    def __init__(
-        self, network, spec: Spec, seed: int = 0, temperature: float = 1.0, refresh=False, redraw=False, device="cpu"
-    ):
-        """The official stream also replaces its context by what the network now thinks of it (`refresh`), and until
-        the buffer is full draws its empty places anew for each frame (`redraw`)."""
+    `temperature` scales the noise of the stream; 0 = none.
+    """
+
+    def __init__(self, network, spec: Spec, seed: int = 0, temperature: float = 1.0, device="cpu"):
         self.network, self.spec, self.seed, self.temperature, self.device = network, spec, seed, temperature, device
-        self.refresh, self.redraw = refresh, redraw
-        if refresh and not spec.predicts_clean:
-            raise UserError(f"--refresh-context needs a model of clean speech, not of --loss {spec.loss}.")
         t = signal.inference_times(spec)
         before = np.concatenate([[0.0], t[:-1]])
         self.t, self.t_before = self._row(t), self._row(before)
         self.step, self.g = self._row(t - before), self._row(signal.g(spec, t))
         self.sigma, self.sigma_before = self._row(signal.sigma(spec, t)), self._row(signal.sigma(spec, before))
-        self.quiet_first = torch.ones(spec.buffer, device=device)
-        self.quiet_first[0] = 0  # its step ends at t = 0, where nothing is noisy
+        self.noise_mask = torch.ones(spec.buffer, device=device)
+        self.noise_mask[0] = 0  # the oldest frame's step ends at t = 0, where there is no noise
         with torch.no_grad():
-            self.times = network.embed(signal.all_times(spec, self.t[None]))
+            self.times = network.embed(signal.frame_times(spec, self.t[None]))
         self.scales = signal.output_scales(spec, self.t[None], self.sigma[None])
         self.count = 0
-        # As if silence had gone through it: each place is at the time that it would have been left at.
+        # As if silence had passed through: each place holds the noise of the time that it would have arrived at.
         start = self._noise(-1)[:, 1:] * self.sigma_before
         self.x = torch.cat([torch.zeros(spec.bins, spec.frames - spec.buffer, device=device) + 0j, start], dim=1)
         self.y = torch.zeros_like(self.x)
-        self.level = signal.Level(spec) if spec.level == "track" else None
-        self.levels = torch.ones(spec.buffer, device=device)
+        self.tracker = signal.LoudnessTracker(spec) if spec.level == "track" else None
+        self.loudness = torch.ones(spec.buffer, device=device)
 
     def _row(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.float32)).to(self.device)
 
-    def _noise(self, frame: int, purpose: str = "stream") -> torch.Tensor:
-        """(F, 1 + B) for a frame: first its own, then that of the steps of the buffer."""
-        draw = keyed.generator(self.seed, frame, purpose)
+    def _noise(self, frame: int) -> torch.Tensor:
+        """(F, 1 + B) noise of a frame: first its own, then that of the steps of the buffer."""
+        draw = generator(self.seed, frame, "stream")
         noise = signal.complex_noise(draw, self.spec.bins, 1 + self.spec.buffer) * np.float32(self.temperature)
         return torch.from_numpy(noise).to(self.device)
 
     def push(self, frame: torch.Tensor) -> torch.Tensor:
-        """Takes frame n (F,); returns (F, B), of which the place -d is an estimate of frame n - d + 1.
+        """Takes frame n (F,); returns (F, B), in which place -d is an estimate of frame n - d + 1.
 
         With DP every place is an estimate of clean speech, with DSM only the oldest.
         """
         size, z = self.spec.buffer, self._noise(self.count)
-        if self.level:
-            scale = self.level.push(frame)
-            frame, self.levels = frame * scale, torch.cat([self.levels[1:], self.levels.new_tensor([scale])])
+        if self.tracker:
+            factor = self.tracker.push(frame)
+            frame, self.loudness = frame * factor, torch.cat([self.loudness[1:], self.loudness.new_tensor([factor])])
         newest = frame + self.sigma[-1] * z[:, 0]
         self.x = torch.cat([self.x[:, 1:], newest[:, None]], dim=1)
         self.y = torch.cat([self.y[:, 1:], frame[:, None]], dim=1)
-        empty = size - 1 - self.count
-        if self.redraw and empty > 0:
-            fresh = self._noise(self.count, "start")[:, :empty] * self.sigma[:empty]
-            self.x = torch.cat([self.x[:, :-size], fresh, self.x[:, empty - size :]], dim=1)
-        every = self.network(self.x[None], self.y[None], self.times, self.scales)[0]
-        context, out = (every if self.refresh else self.x)[:, :-size], every[:, -size:]
+        out = self.network(self.x[None], self.y[None], self.times, self.scales)[0][:, -size:]
         y, x = self.y[:, -size:], self.x[:, -size:]
-        z = z[:, 1:] * self.quiet_first
+        z = z[:, 1:] * self.noise_mask
         if self.spec.predicts_clean:
             moved = (1 - self.t_before) * out + self.t_before * y + self.sigma_before * z
-        else:  # backwards in time: the drift is taken away
+        else:  # one Euler step of the reverse SDE: backwards in time, so the drift is subtracted
             drift = (y - x) / (1 - self.t) - self.g.square() * out
             out = moved = x - drift * self.step + self.g * self.step.sqrt() * z
-        self.x = torch.cat([context, moved], dim=1)
+        self.x = torch.cat([self.x[:, :-size], moved], dim=1)
         self.count += 1
-        return out / self.levels if self.level else out
+        return out / self.loudness if self.tracker else out
 
 
 class Traced:
@@ -104,23 +96,24 @@ class Traced:
         return self.forward(*inputs)
 
 
-class Overlap:
-    """Frames back to samples: each frame finishes the `hop` samples that no later frame reaches."""
+class OverlapAdd:
+    """Frames back to samples: each frame completes the `hop` samples that no later frame overlaps."""
 
     def __init__(self, spec: Spec, device="cpu"):
         self.spec = spec
-        shape = signal.window(spec, device)
-        places = -(-spec.n_fft // spec.hop)
-        squares = torch.nn.functional.pad(shape.square(), (0, places * spec.hop - spec.n_fft))
-        total = squares.reshape(places, spec.hop).sum(0).repeat(places)[: spec.n_fft]
-        self.shape = shape / total
-        self.turned = signal.turned(spec, device)
+        window = signal.window(spec, device)
+        overlaps = -(-spec.n_fft // spec.hop)
+        squares = torch.nn.functional.pad(window.square(), (0, overlaps * spec.hop - spec.n_fft))
+        total = squares.reshape(overlaps, spec.hop).sum(0).repeat(overlaps)[: spec.n_fft]
+        self.window = window / total
+        self.phase_signs = signal.phase_signs(spec, device)
         self.tail = torch.zeros(spec.n_fft, device=device)
-        self.skip = spec.n_fft // 2  # what lies before the first sample
+        self.skip = spec.n_fft // 2  # samples before the first one of the recording
 
     def push(self, frame: torch.Tensor) -> torch.Tensor:
         """(F,) compressed -> the samples that are now final."""
-        self.tail = self.tail + torch.fft.irfft(signal.expand(frame) * self.turned, self.spec.n_fft) * self.shape
+        wave = torch.fft.irfft(signal.expand(frame) * self.phase_signs, self.spec.n_fft)
+        self.tail = self.tail + wave * self.window
         final = self.tail[: self.spec.hop]
         self.tail = torch.cat([self.tail[self.spec.hop :], torch.zeros(self.spec.hop, device=final.device)])
         cut = min(self.skip, len(final))
@@ -132,17 +125,17 @@ class Stream:
     """`push(samples)` any number of times, then `flush()`: together as many samples as went in."""
 
     def __init__(self, network, spec: Spec, delay: int = 0, device="cpu", **options):
-        """`options`: those of `Buffer`."""
+        """`delay`: frames until a frame is given out; 0 = the whole buffer. `options`: those of `Buffer`."""
         self.delay = checked_delay(spec, delay)
         self.spec, self.device = spec, device
         self.buffer = Buffer(network, spec, device=device, **options)
-        self.overlap = Overlap(spec, device)
+        self.overlap = OverlapAdd(spec, device)
         self.waiting = torch.zeros(spec.n_fft // 2, device=device)
         self.taken = self.given = 0
 
     @torch.inference_mode()
     def push(self, samples: np.ndarray) -> np.ndarray:
-        # A broken sample becomes a click; left alone it would be in every frame from then on.
+        # A non-finite sample becomes a click; otherwise it would stay in every frame from then on.
         samples = np.nan_to_num(np.asarray(samples, dtype=np.float32), nan=0.0, posinf=0.0, neginf=0.0)
         assert samples.ndim == 1, f"a stream takes one channel, not an array of shape {samples.shape}"
         self.taken += len(samples)
@@ -150,7 +143,7 @@ class Stream:
 
     @torch.inference_mode()
     def flush(self) -> np.ndarray:
-        """What is still inside, after silence has pushed it out."""
+        """The samples that are still inside, pushed out by silence."""
         rest = [np.zeros(0, dtype=np.float32)]
         while self.given < self.taken:
             missing = self.taken - self.given
@@ -166,9 +159,9 @@ class Stream:
             self.waiting = self.waiting[self.spec.hop :]
             if self.buffer.count >= self.delay:
                 final.append(self.overlap.push(estimates[:, -self.delay]))
-        made = torch.cat(final).cpu().numpy() if final else np.zeros(0, dtype=np.float32)
-        self.given += len(made)
-        return made
+        enhanced = torch.cat(final).cpu().numpy() if final else np.zeros(0, dtype=np.float32)
+        self.given += len(enhanced)
+        return enhanced
 
 
 def checked_delay(spec: Spec, delay: int) -> int:
@@ -178,7 +171,7 @@ def checked_delay(spec: Spec, delay: int) -> int:
         raise UserError(f"--delay {delay} is more than the buffer's {spec.buffer} frames.")
     if delay < spec.buffer and not spec.predicts_clean:
         raise UserError(f"--delay {delay}: a model trained with --loss {spec.loss} has its only clean frame at"
-                        f" --delay {spec.buffer}; --loss dp gives one at every delay.")  # fmt: skip
+                        f" --delay {spec.buffer}; one trained with --loss dp has one at every delay.")  # fmt: skip
     return delay
 
 
@@ -190,18 +183,18 @@ def enhance(network, wave: np.ndarray, spec: Spec, **options) -> np.ndarray:
 
 @torch.inference_mode()
 def enhance_at(network, wave: np.ndarray, spec: Spec, delays: list[int], device="cpu", **options) -> list[np.ndarray]:
-    """The recording as streams of several delays would give it, in one pass."""
+    """The recording as streams with these delays would enhance it, in one pass."""
     frames = -(-(len(wave) + spec.n_fft // 2) // spec.hop)
     noisy = torch.from_numpy(wave).to(device)
     padded = torch.nn.functional.pad(noisy, (spec.n_fft // 2, (frames + spec.buffer) * spec.hop + spec.n_fft))
     buffer = Buffer(network, spec, device=device, **options)
-    outputs = {delay: (Overlap(spec, device), []) for delay in delays}
+    outputs = {delay: (OverlapAdd(spec, device), []) for delay in delays}
     for n in range(frames + max(delays) - 1):
         estimates = buffer.push(signal.analyse(padded[n * spec.hop : n * spec.hop + spec.n_fft], spec))
-        for delay, (overlap, made) in outputs.items():
+        for delay, (overlap, final) in outputs.items():
             if delay - 1 <= n < frames + delay - 1:
-                made.append(overlap.push(estimates[:, -delay]))
-    return [torch.cat(made)[: len(wave)].cpu().numpy() for _, made in outputs.values()]
+                final.append(overlap.push(estimates[:, -delay]))
+    return [torch.cat(final)[: len(wave)].cpu().numpy() for _, final in outputs.values()]
 
 
 def say_latency(spec: Spec, delay: int) -> None:
@@ -212,8 +205,16 @@ def say_latency(spec: Spec, delay: int) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
+def enhance_run(model: str, source: Path, out: Path, delay: int, temperature: float, seed: int) -> None:
+    """Enhances a folder of recordings with an exported model. `delay`: 0 = the whole buffer."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network, spec = load_network(model)
+    network = Traced(network.to(device).eval(), spec, device)
+    enhance_folder(network, spec, source, out, delay, temperature=temperature, seed=seed, device=device)
+
+
 def enhance_folder(network, spec: Spec, source: Path, out: Path, delay: int, **options) -> None:
-    """Every recording below `source`, as a stream."""
+    """Every recording below `source`, each as a stream. `options`: those of `Buffer`."""
     say_latency(spec, checked_delay(spec, delay))
 
     def enhance_one(recording, power: float, write: Callable) -> str:
@@ -222,7 +223,7 @@ def enhance_folder(network, spec: Spec, source: Path, out: Path, delay: int, **o
             write(stream.push(block))
         write(stream.flush())
         factor = (time.monotonic() - began) * RATE / recording.frames
-        late = "  slower than it sounds: it would not keep up live" if factor >= 1 else ""
-        return f", real-time factor {factor:.2f}{late}"
+        slow = ": slower than real time, it could not keep up with a live signal" if factor >= 1 else ""
+        return f", real-time factor {factor:.2f}{slow}"
 
     enhance_files(source, out, RATE, enhance_one)

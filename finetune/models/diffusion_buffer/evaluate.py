@@ -1,139 +1,157 @@
-"""The Diffusion Buffer judged as it will be used: whole files it was not trained on, through the stream."""
+"""The Diffusion Buffer measured as it will be used: whole held-out files, streamed."""
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import samples
-from common import speech_metrics as speech
+from common import samples, speech_metrics
+from common.evaluation import evaluating
 from common.pairs import PairDataset
 from common.runs import Run
-from common.runtime import Ranks, gather_names, say, still_alive
+from common.runtime import Process, gather_lists, still_alive
 from common.scorer import Scorer, measured
 from models.diffusion_buffer import signal
-from models.diffusion_buffer.data import snr_db
 from models.diffusion_buffer.enhance import enhance_at
 from models.diffusion_buffer.signal import RATE, Spec
 
-BIN_DB = 5.0  # width of the bins of the input's signal-to-noise ratio
-SHOWN = ("pesq", "estoi", "si_sdr", "sdr", "lsd")
-HIGHER_IS_BETTER = {"pesq": True, "estoi": True, "si_sdr": True, "sdr": True, "lsd": False, "loss": False}
+SNR_BIN_DB = 5.0  # width of the bins of the input's signal-to-noise ratio
+METRICS = ("loss", "pesq", "estoi", "si_sdr", "sdr", "lsd")
 
 
-def delays_of(spec: Spec) -> list[int]:
-    """1, 2, 4, ... and the whole buffer; only that where a network gives no clean speech before."""
+@dataclass(frozen=True)
+class EvalClips:
+    """The files to evaluate on, in a fixed order and with keyed noise: every evaluation has the same conditions."""
+
+    pairs: PairDataset
+    rows: np.ndarray
+    spec: Spec
+    seed: int
+    scorer: Scorer
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def waves(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Noisy and clean samples as float32 in -1..1."""
+        noisy, clean = (side(self.rows[index]) for side in (self.pairs.noisy, self.pairs.clean))
+        return noisy.astype(np.float32) / 32768, clean.astype(np.float32) / 32768
+
+    def id(self, index: int) -> str:
+        return self.pairs.id(self.rows[index])
+
+
+def evaluated_delays(spec: Spec) -> list[int]:
+    """1, 2, 4, ... and the whole buffer; only the whole buffer if the network estimates no clean speech before."""
     if not spec.predicts_clean:
         return [spec.buffer]
     return sorted({min(2**i, spec.buffer) for i in range(spec.buffer.bit_length() + 1)})
 
 
-class Evaluation:
-    """Held-out files, each once, in a fixed order, with keyed noise: the same numbers every time."""
-
-    def __init__(self, pairs: PairDataset, rows: np.ndarray, spec: Spec, config, scorer: Scorer, ranks: Ranks):
-        self.pairs, self.rows, self.spec, self.config, self.scorer, self.ranks = (
-            pairs,
-            rows,
-            spec,
-            config,
-            scorer,
-            ranks,
-        )
-        self.delays = delays_of(spec)
-
-    @torch.no_grad()
-    def files(self, network) -> list[dict]:
-        """One row a file and delay, the noisy input as delay 0; the same on every rank."""
-        was_training = network.training
-        network.eval()
-        mine = []
-        for place in range(self.ranks.rank, len(self.rows), self.ranks.world):
+def measure_files(network, clips: EvalClips, process: Process) -> list[dict]:
+    """One row of metrics per file and delay, where delay 0 is the noisy input; the same on every rank."""
+    delays, measuring = evaluated_delays(clips.spec), []
+    with evaluating(network):
+        for index in range(process.rank, len(clips), process.world):
             still_alive()
-            noisy, clean = sounds(self.pairs, self.rows[place])
-            facts = {"place": place, "id": self.pairs.id(self.rows[place]), "snr": snr_db(noisy, clean)}
-            waves = enhance_at(network, noisy, self.spec, self.delays, self.ranks.device, seed=self.config.seed)
-            for delay, wave in zip([0, *self.delays], [noisy, *waves], strict=True):
-                facts = facts | {"delay": delay, **own_measures(clean, wave, self.spec)}
-                mine.append((facts, self.scorer.measure(clean, np.nan_to_num(wave))))
-        network.train(was_training)
-        rows = [{**measured(score), **facts} for facts, score in mine]
-        return sorted(gather_names(rows, self.ranks), key=lambda row: (row["place"], row["delay"]))
+            noisy, clean = clips.waves(index)
+            file = {"index": index, "id": clips.id(index), "snr": snr_db(noisy, clean)}
+            enhanced = enhance_at(network, noisy, clips.spec, delays, process.device, seed=clips.seed)
+            for delay, wave in zip([0, *delays], [noisy, *enhanced], strict=True):
+                row = file | {"delay": delay, **wave_metrics(clean, wave, clips.spec)}
+                measuring.append((row, clips.scorer.measure(clean, np.nan_to_num(wave))))
+    rows = [measured(score) | row for row, score in measuring]
+    return sorted(gather_lists(rows, process), key=lambda row: (row["index"], row["delay"]))
 
 
-def own_measures(clean: np.ndarray, wave: np.ndarray, spec: Spec) -> dict[str, float]:
-    """What common.speech.measure leaves out: SDR, log-spectral distance, and the error that DP trains on."""
+def wave_metrics(clean: np.ndarray, wave: np.ndarray, spec: Spec) -> dict[str, float]:
+    """What speech_metrics.measure leaves out: SDR, log-spectral distance, and the error that --loss dp trains on."""
     frames = signal.frame_count(len(clean), spec.hop)
-    error = [signal.whole_spectrum(torch.from_numpy(side), spec, frames) for side in (wave, clean)]
-    loss = (error[0] - error[1]).abs().square().mean()
-    return {"sdr": speech.sdr(clean, wave), "lsd": speech.lsd(clean, wave), "loss": float(loss)}
-
-
-def evaluate(network, evaluation: Evaluation | None, run: Run, step: int) -> float | None:
-    """Logs the averaged network's metrics; returns the score of --best-by, smaller is better."""
-    if not evaluation:
-        return None
-    with run.average.in_place():
-        rows = evaluation.files(network)
-    spec = evaluation.spec
-    at = {delay: mean_of([row for row in rows if row["delay"] == delay]) for delay in [0, *evaluation.delays]}
-    last, noisy = at[spec.buffer], at[0]
-    values = {name: last[name] for name in ("loss", *SHOWN)}
-    values |= {"si_sdr_gain": last["si_sdr"] - noisy["si_sdr"], "noisy_pesq": noisy["pesq"]}
-    values |= {"not_finite": float(sum(not np.isfinite(row["loss"]) for row in rows))}
-    bins = by_snr(rows, spec.buffer)
-    values |= {f"si_sdr_gain_{name}": found["si_sdr_gain"] for name, found in bins.items()}
-    run.tracker.event("eval", step, **values)
-    say(f"evaluation at step {step}: SI-SDR {last['si_sdr']:.2f} dB (noisy {noisy['si_sdr']:.2f})  PESQ"
-        f" {last['pesq']:.3f} (noisy {noisy['pesq']:.3f})  ESTOI {last['estoi']:.3f}  LSD {last['lsd']:.2f} dB"
-        f"  loss {last['loss']:.5f}")  # fmt: skip
-    if run.ranks.first:
-        draw_curve(run.folder / "figures" / "quality-latency.png", at, spec)
-    run.tracker.event("by_snr", step, **{f"{m}_{name}": found[m] for name, found in bins.items() for m in found})
-    run.tracker.event("latency", step, **{f"{m}_d{d}": at[d][m] for d in evaluation.delays for m in ("si_sdr", "pesq")})
-    score = values[evaluation.config.best_by]
-    if not np.isfinite(score) or values["not_finite"]:
-        return None
-    return shown_score(score, evaluation.config.best_by)
-
-
-def shown_score(score: float, metric: str) -> float:
-    """From a metric to a score, of which the smaller is better, and back."""
-    return -score if HIGHER_IS_BETTER[metric] else score
-
-
-def by_snr(rows: list[dict], delay: int) -> dict[str, dict]:
-    """All metrics, the SI-SDR gained and the number of files, by the bin of the input's signal-to-noise ratio."""
-    noisy = {row["place"]: row["si_sdr"] for row in rows if row["delay"] == 0}
-    bins = {}
-    for row in rows:
-        if row["delay"] == delay:
-            bins.setdefault(int(np.floor(row["snr"] / BIN_DB) * BIN_DB), []).append(row)
+    spectra = [signal.whole_spectrum(torch.from_numpy(side), spec, frames) for side in (wave, clean)]
+    loss = (spectra[0] - spectra[1]).abs().square().mean()
     return {
-        f"{low}_{low + int(BIN_DB)}dB": mean_of(found)
-        | {"si_sdr_gain": float(np.mean([row["si_sdr"] - noisy[row["place"]] for row in found])), "files": len(found)}
-        for low, found in sorted(bins.items())
+        "sdr": speech_metrics.sdr(clean, wave),
+        "lsd": speech_metrics.lsd(clean, wave),
+        "loss": float(loss),
     }
 
 
-def mean_of(rows: list[dict]) -> dict[str, float]:
-    found = {name: np.array([row[name] for row in rows]) for name in ("loss", *SHOWN)}
-    return {name: float(np.nanmean(v)) if np.isfinite(v).any() else float("nan") for name, v in found.items()}
+def snr_db(noisy: np.ndarray, clean: np.ndarray) -> float:
+    noise = float(np.square(noisy - clean, dtype=np.float64).sum())
+    speech = float(np.square(clean, dtype=np.float64).sum())
+    return 10 * math.log10(max(speech, 1e-12) / max(noise, 1e-12))
 
 
-def draw_curve(path: Path, at: dict[int, dict], spec: Spec) -> None:
-    """Quality against latency; the noisy input as a line."""
+# ---- summaries of the rows of measure_files --------------------------------------------------------------------
+
+
+def summarise(rows: list[dict], spec: Spec) -> dict[str, float]:
+    """Means over the files at the full delay, next to the noisy input's. `not_finite`: how many outputs are not."""
+    enhanced, noisy = (mean_metrics(rows_at(rows, delay)) for delay in (spec.buffer, 0))
+    gains = {f"si_sdr_gain_{name}": metrics["si_sdr_gain"] for name, metrics in metrics_by_snr(rows, spec).items()}
+    return {
+        **enhanced,
+        "si_sdr_gain": enhanced["si_sdr"] - noisy["si_sdr"],
+        "noisy_si_sdr": noisy["si_sdr"],
+        "noisy_pesq": noisy["pesq"],
+        "not_finite": float(sum(not np.isfinite(row["loss"]) for row in rows)),
+        **gains,
+    }
+
+
+def log_details(rows: list[dict], spec: Spec, run: Run, step: int) -> None:
+    """Logs the metrics by input signal-to-noise ratio and by delay, and draws quality against latency."""
+    by_snr = metrics_by_snr(rows, spec)
+    by_delay = {delay: mean_metrics(rows_at(rows, delay)) for delay in [0, *evaluated_delays(spec)]}
+    if run.process.is_main:
+        draw_quality(run.folder / "figures" / "quality-latency.png", by_delay, spec)
+    run.tracker.event(
+        "by_snr", step, **{f"{m}_{name}": metrics[m] for name, metrics in by_snr.items() for m in metrics}
+    )
+    run.tracker.event(
+        "latency", step, **{f"{m}_d{d}": by_delay[d][m] for d in by_delay if d for m in ("si_sdr", "pesq")}
+    )
+
+
+def metrics_by_snr(rows: list[dict], spec: Spec) -> dict[str, dict]:
+    """Metrics at the full delay, SI-SDR gain and number of files, by the input's signal-to-noise ratio."""
+    noisy = {row["index"]: row["si_sdr"] for row in rows_at(rows, 0)}
+    bins = {}
+    for row in rows_at(rows, spec.buffer):
+        bins.setdefault(int(np.floor(row["snr"] / SNR_BIN_DB) * SNR_BIN_DB), []).append(row)
+    return {
+        f"{low}_{low + int(SNR_BIN_DB)}dB": mean_metrics(files)
+        | {"si_sdr_gain": float(np.mean([row["si_sdr"] - noisy[row["index"]] for row in files])), "files": len(files)}
+        for low, files in sorted(bins.items())
+    }
+
+
+def rows_at(rows: list[dict], delay: int) -> list[dict]:
+    return [row for row in rows if row["delay"] == delay]
+
+
+def mean_metrics(rows: list[dict]) -> dict[str, float]:
+    """Means over the files for which a metric is defined; NaN if it is for none."""
+    columns = {name: np.array([row[name] for row in rows]) for name in METRICS}
+    return {name: float(np.nanmean(v)) if np.isfinite(v).any() else float("nan") for name, v in columns.items()}
+
+
+def draw_quality(path: Path, by_delay: dict[int, dict], spec: Spec) -> None:
+    """Quality against latency; the noisy input as a dashed line."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    delays = [delay for delay in at if delay]
+    delays = [delay for delay in by_delay if delay]
+    latencies_ms = [1000 * spec.latency(delay) / RATE for delay in delays]
     figure, axes = plt.subplots(1, 3, figsize=(12, 3), layout="constrained")
     for axis, name in zip(axes, ("si_sdr", "pesq", "estoi"), strict=True):
-        axis.plot([1000 * spec.latency(d) / RATE for d in delays], [at[d][name] for d in delays], "o-", label="stream")
-        axis.axhline(at[0][name], linestyle="--", color="gray", label="noisy")
+        axis.plot(latencies_ms, [by_delay[delay][name] for delay in delays], "o-", label="stream")
+        axis.axhline(by_delay[0][name], linestyle="--", color="gray", label="noisy")
         axis.set_title(name)
         axis.set_xlabel("latency in ms")
     axes[0].legend()
@@ -141,23 +159,17 @@ def draw_curve(path: Path, at: dict[int, dict], spec: Spec) -> None:
     plt.close(figure)
 
 
-@torch.no_grad()
-def sample(network, evaluation: Evaluation, run: Run, step: int) -> None:
-    """The first files, enhanced, beside their noisy and clean recordings."""
-    network.eval()
-    with run.average.in_place():
-        for place in range(run.ranks.rank, min(run.config.samples, len(evaluation.rows)), run.ranks.world):
-            row, spec = evaluation.rows[place], evaluation.spec
-            noisy, clean = sounds(evaluation.pairs, row)
-            (wave,) = enhance_at(network, noisy, spec, [spec.buffer], run.ranks.device, seed=run.config.seed)
-            for folder, sound in ((f"step-{step:08d}", wave), ("noisy", noisy), ("clean", clean)):
-                facts = {"name": f"file-{place:04d}", "text": evaluation.pairs.id(row)}
-                facts |= measured(evaluation.scorer.measure(clean, sound))
-                samples.write_wave(run.folder / "samples" / folder, facts, sound, RATE)
-    network.train()
-    run.tracker.event("sample", step)
+# ---- samples ---------------------------------------------------------------------------------------------------
 
 
-def sounds(pairs: PairDataset, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noisy and clean as float32 in -1..1."""
-    return tuple(side(row).astype(np.float32) / 32768 for side in (pairs.noisy, pairs.clean))
+def sample(network, clips: EvalClips, folder: Path, step: int, count: int, process: Process) -> None:
+    """Writes the first `count` files, enhanced, next to their noisy and clean recordings."""
+    spec = clips.spec
+    with evaluating(network):
+        for index in range(process.rank, min(count, len(clips)), process.world):
+            noisy, clean = clips.waves(index)
+            (wave,) = enhance_at(network, noisy, spec, [spec.buffer], process.device, seed=clips.seed)
+            for name, sound in ((f"step-{step:08d}", wave), ("noisy", noisy), ("clean", clean)):
+                facts = {"name": f"file-{index:04d}", "text": clips.id(index)}
+                facts |= measured(clips.scorer.measure(clean, sound))
+                samples.write_wave(folder / "samples" / name, facts, sound, RATE)

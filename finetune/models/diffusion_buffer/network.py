@@ -1,7 +1,8 @@
 """The two networks of the Diffusion Buffer, under the names of the official checkpoints.
 
 NCSNpp (the first paper's, reduced) and BlockCausal (the second paper's). Both take the buffer, the noisy frames and
-what `embed` makes of the frames' times, and give one complex value a bin. N sounds, F bins, K frames, C channels.
+what `embed` makes of the frames' diffusion times, and return one complex value per bin.
+N sounds, F frequency bins, K frames, C channels.
 """
 
 import math
@@ -11,19 +12,19 @@ from torch import nn
 from torch.nn import functional as F
 
 FOURIER_SCALE = 16.0
-ALMOST_NOTHING = 1e-10  # scale of the layers that start at zero
+ALMOST_ZERO = 1e-10  # initial scale of the layers that start at zero
 
 
-def start_fan_avg(weight: torch.Tensor, scale: float = 1.0) -> None:
-    """Uniform with variance scale / mean of fan-in and fan-out, as the official networks start."""
+def init_fan_avg(weight: torch.Tensor, scale: float = 1.0) -> None:
+    """Uniform with variance scale / (mean of fan-in and fan-out), the initialisation of the official networks."""
     inner = math.prod(weight.shape[2:])
     bound = math.sqrt(3 * scale / ((weight.shape[0] + weight.shape[1]) / 2 * inner))
     nn.init.uniform_(weight, -bound, bound)
 
 
 class Conv(nn.Conv2d):
-    """Of (N, C, K, F) sounds by kernels that are stored (F, K), as in the official weights. With the bins side by side
-    in memory a small network takes a quarter less time on a CPU."""
+    """Convolves (N, C, K, F) with kernels that are stored (F, K), as in the official weights. With neighbouring bins
+    adjacent in memory, a small network takes a quarter less time on a CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x, self.weight.transpose(2, 3), self.bias, padding=self.padding)
@@ -31,14 +32,14 @@ class Conv(nn.Conv2d):
 
 def conv(inside: int, outside: int, size: int, scale: float = 1.0) -> Conv:
     layer = Conv(inside, outside, size, padding=size // 2)
-    start_fan_avg(layer.weight.data, scale)
+    init_fan_avg(layer.weight.data, scale)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 def linear(inside: int, outside: int) -> nn.Linear:
     layer = nn.Linear(inside, outside)
-    start_fan_avg(layer.weight.data)
+    init_fan_avg(layer.weight.data)
     nn.init.zeros_(layer.bias)
     return layer
 
@@ -52,9 +53,9 @@ def norm(channels: int) -> nn.GroupNorm:
 
 
 def fir_down(x: torch.Tensor, both: bool = True) -> torch.Tensor:
-    """Half the frequencies and, with `both`, half the frames: [1, 3, 3, 1] / 8 a dimension.
+    """Halves the bins and, with `both`, the frames, with the filter [1, 3, 3, 1] / 8 per dimension.
 
-    In sums of slices: as convolutions these take half the time of a small network on a CPU.
+    Written as sums of slices: as convolutions this would be half of a small network's time on a CPU.
     """
     for dim in (2, 3) if both else (2,):
         even, odd = _slices(x, dim, 0, None, 2), _slices(x, dim, 1, None, 2)
@@ -66,7 +67,7 @@ def fir_down(x: torch.Tensor, both: bool = True) -> torch.Tensor:
 
 
 def fir_up(x: torch.Tensor, both: bool = True) -> torch.Tensor:
-    """Twice of them, by the same filter."""
+    """Doubles the bins and, with `both`, the frames, with the same filter."""
     for dim in (2, 3) if both else (2,):
         edge = torch.zeros_like(_slices(x, dim, 0, 1))
         before = torch.cat([edge, _slices(x, dim, 0, -1)], dim)
@@ -94,7 +95,7 @@ def complex_output(h: torch.Tensor) -> torch.Tensor:
 class Fourier(nn.Module):
     def __init__(self, size: int):
         super().__init__()
-        # Not of the global random state: it is in no checkpoint of a run, and must be the same after any resume.
+        # A generator of its own: W is frozen, so no checkpoint of a run holds it, and it must be the same on resume.
         draw = torch.Generator().manual_seed(0)
         self.W = nn.Parameter(torch.randn(size, generator=draw) * FOURIER_SCALE, requires_grad=False)
 
@@ -107,7 +108,7 @@ class Fourier(nn.Module):
 
 
 class Block(nn.Module):
-    """Residual block; its time enters through a convolution that strides to the block's frame rate."""
+    """Residual block. The diffusion time enters through a convolution with the stride of the block's frame rate."""
 
     def __init__(self, inside: int, outside: int, time_size: int, factor: int, resample: str = ""):
         super().__init__()
@@ -116,7 +117,7 @@ class Block(nn.Module):
         self.Conv_0 = conv(inside, outside, 3)
         self.Conv_time = nn.Conv1d(time_size, outside, 3, stride=factor, padding=1)
         self.GroupNorm_1 = norm(outside)
-        self.Conv_1 = conv(outside, outside, 3, ALMOST_NOTHING)
+        self.Conv_1 = conv(outside, outside, 3, ALMOST_ZERO)
         self.Conv_2 = conv(inside, outside, 1) if inside != outside or resample else nn.Identity()
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
@@ -129,26 +130,26 @@ class Block(nn.Module):
 
 
 class Channels(nn.Module):
-    """A matrix on the channels, stored (in, out)."""
+    """Linear layer over the channels, stored (in, out)."""
 
     def __init__(self, size: int, scale: float = 0.1):
         super().__init__()
         self.W = nn.Parameter(torch.empty(size, size))
         self.b = nn.Parameter(torch.zeros(size))
-        start_fan_avg(self.W.data, scale)
+        init_fan_avg(self.W.data, scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.W + self.b
 
 
 class Attention(nn.Module):
-    """One head over all positions."""
+    """Single-head attention over all positions."""
 
     def __init__(self, size: int):
         super().__init__()
         self.GroupNorm_0 = norm(size)
         self.NIN_0, self.NIN_1, self.NIN_2 = (Channels(size) for _ in range(3))
-        self.NIN_3 = Channels(size, ALMOST_NOTHING)
+        self.NIN_3 = Channels(size, ALMOST_ZERO)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.GroupNorm_0(x).flatten(2).transpose(1, 2)
@@ -166,7 +167,7 @@ class Combine(nn.Module):
 
 
 class NCSNpp(nn.Module):
-    """U-net over 4 scales. F and K must be multiples of 8; the attention is in the bottleneck and nowhere else."""
+    """U-Net over 4 scales with attention in the bottleneck only. F and K must be multiples of 8."""
 
     multiple_of = (8, 8)  # F, K
     widths = (1, 2, 2, 2)
@@ -176,7 +177,7 @@ class NCSNpp(nn.Module):
         self.width, time_size, levels = width, 4 * width, len(self.widths)
         sizes = [width * factor for factor in self.widths]
         self.output_layer = nn.Conv2d(4, 2, 1)
-        nn.init.zeros_(self.output_layer.bias)  # so that an untrained network says 0, and its DSM loss is 1
+        nn.init.zeros_(self.output_layer.bias)  # an untrained network then outputs 0, and its DSM loss is 1
         modules = [Fourier(width), linear(2 * width, time_size), linear(time_size, time_size), conv(4, width, 3)]
         inside, skips = width, [width]
         for level, size in enumerate(sizes):
@@ -196,19 +197,19 @@ class NCSNpp(nn.Module):
             for _ in range(2):
                 modules.append(Block(inside + skips.pop(), size, time_size, 2**level))
                 inside = size
-            modules += [norm(inside), conv(inside, 4, 3, ALMOST_NOTHING)]
+            modules += [norm(inside), conv(inside, 4, 3, ALMOST_ZERO)]
             if level:
                 modules.append(Block(inside, inside, time_size, 2 ** (level - 1), "up"))
         self.all_modules = nn.ModuleList(modules)
 
     def embed(self, t: torch.Tensor) -> list[torch.Tensor]:
-        """(N, K) times, 0 outside of the buffer -> what they add in each block. A stream computes it once."""
+        """(N, K) diffusion times -> the bias that they add in each block. A stream computes it once."""
         fourier, first, second = self.all_modules[:3]
         time = second(F.silu(first(fourier(torch.log(t + 0.01))))).transpose(1, 2)
         return [part.Conv_time(time)[..., None] for part in self.all_modules if isinstance(part, Block)]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor):
-        """(N, F, K) complex -> (N, F, K) complex, before the last layer divided by `scale` (N or 1, K)."""
+        """(N, F, K) complex -> (N, F, K) complex, divided by `scale` (N or 1, K) before the last layer."""
         small = real_input(x, y).transpose(2, 3).contiguous()
         assert small.shape[2] % 8 == 0 and small.shape[3] % 8 == 0, f"frames and bins {tuple(small.shape[2:])}"
         parts, times = iter(self.all_modules[4:]), iter(times)
@@ -239,7 +240,7 @@ class NCSNpp(nn.Module):
 
 
 class CumulativeNorm(nn.Module):
-    """Group norm whose mean and variance at a frame are those of all frames up to it."""
+    """Group norm with the mean and variance of all frames up to the current one."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -248,7 +249,7 @@ class CumulativeNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, channels, 1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # a sum over thousands of values has no place in bf16
+        with torch.autocast(x.device.type, enabled=False):  # bf16 has too few digits for a sum of thousands of values
             n, c, f, k = x.shape
             grouped = x.float().reshape(n, self.groups, c // self.groups * f, k)
             count = torch.arange(1, k + 1, device=x.device) * grouped.shape[2]
@@ -259,7 +260,7 @@ class CumulativeNorm(nn.Module):
 
 
 class PastConv(nn.Conv2d):
-    """Convolution padded with zeros in the past, by repetition in frequency; the newest frame stays the last one."""
+    """Causal convolution: zero padding in the past, replicate padding in frequency; the newest frame stays the last."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         high, wide = self.kernel_size
@@ -272,7 +273,7 @@ class PastConv(nn.Conv2d):
 
 
 class PastConvTranspose(nn.ConvTranspose2d):
-    """The way back: `frames` of the finer rate, of which none has seen a coarse frame that is not yet there."""
+    """Causal transposed convolution to `frames` at the finer rate, none of which depends on a later coarse frame."""
 
     def forward(self, x: torch.Tensor, frames: int) -> torch.Tensor:
         y = super().forward(x)[:, :, 1:-1]
@@ -281,7 +282,7 @@ class PastConvTranspose(nn.ConvTranspose2d):
 
 
 class CausalBlock(nn.Module):
-    """`stride`: of the frames, in the block's last convolutions. `factor`: frames a frame of the block's input."""
+    """`stride`: of the last convolutions, in frames. `factor`: network input frames per frame of the block's input."""
 
     def __init__(self, inside: int, outside: int, time_size: int, factor: int, stride: int = 1, resample: str = ""):
         super().__init__()
@@ -297,7 +298,7 @@ class CausalBlock(nn.Module):
         self.Conv_2 = layer(inside, outside, size, stride=(1, stride))
 
     def forward(self, x: torch.Tensor, time: torch.Tensor, frames: int = 0) -> torch.Tensor:
-        """`frames`: those of the output, where it has more than the input."""
+        """`frames`: number of output frames, if the block upsamples."""
         same, more = ((x.shape[-1],), (frames,)) if self.up else ((), ())
         h = F.silu(self.GroupNorm_0(x))
         if self.resample:
@@ -323,7 +324,7 @@ class TimeEncoding(Fourier):
 
 
 class BlockCausal(nn.Module):
-    """A frame d before the newest sees d frames after itself, at most block - 1. F must be a multiple of 16."""
+    """U-Net in which a frame that is d frames old sees the d frames after it, up to block - 1. F: multiple of 16."""
 
     multiple_of = (16, 1)
 
@@ -344,19 +345,19 @@ class BlockCausal(nn.Module):
             CausalBlock(2 * sizes[i], sizes[i - 1], time_size, factors[i], strides[i - 1], "up") for i in (4, 3, 2, 1)
         )
         self.out_layers = nn.ModuleList([CumulativeNorm(width), nn.SiLU(), PastConv(width, 4, 3), PastConv(4, 2, 1)])
-        self.start()
+        self.initialise()
 
-    def start(self) -> None:
-        """As the first network starts. From torch's own start the sound drowns in the biases, norm after norm, and a
-        narrow network says 0 for good."""
+    def initialise(self) -> None:
+        """The initialisation of the first network. With torch's default the biases drown out the signal, norm after
+        norm, and a narrow network outputs 0 forever."""
         for name, layer in self.named_modules():
             if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
-                quiet = name.endswith("Conv_1") or name == "out_layers.2"
-                start_fan_avg(layer.weight.data, ALMOST_NOTHING if quiet else 1.0)
+                starts_at_zero = name.endswith("Conv_1") or name == "out_layers.2"
+                init_fan_avg(layer.weight.data, ALMOST_ZERO if starts_at_zero else 1.0)
                 nn.init.zeros_(layer.bias)
 
     def embed(self, t: torch.Tensor) -> list[torch.Tensor]:
-        time = self.temp_enc(t).transpose(1, 2)  # the time itself: the official code computes a logarithm and drops it
+        time = self.temp_enc(t).transpose(1, 2)  # not its logarithm: the official code computes one and discards it
         blocks = [*self.down_layers, *self.bottleneck_layers, *self.up_layers]
         return [block.Conv_time(time)[:, :, None] for block in blocks]
 

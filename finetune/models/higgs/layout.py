@@ -1,6 +1,7 @@
-"""The sequence layout of Higgs Audio v2: delayed streams, labels, rows with placeholders, batches.
+"""The sequence layout of Higgs Audio v2: delayed streams, labels, rows with placeholders, batches, labelled states.
 
-Shapes: B rows, S positions of the text axis, F audio frames, K codebooks, T codec frames.
+Shapes: B rows, S positions on the text axis, F audio frames, K codebooks, T codec frames, D width, N positions with a
+target.
 """
 
 from dataclasses import dataclass
@@ -17,25 +18,25 @@ from common.loss import IGNORE
 
 @dataclass(frozen=True)
 class Layout:
-    """The facts of a checkpoint that a batch depends on."""
+    """The facts of a Higgs checkpoint that a batch depends on."""
 
     codebooks: int
-    bos: int  # of a codebook's stream
+    bos: int  # first and last id of a codebook's stream
     eos: int
-    audio: int  # placeholders on the text axis: one a frame,
-    delay: int  # the last K - 1 frames of a segment have this one
+    audio: int  # placeholder on the text axis, one per audio frame
+    delay: int  # placeholder for the last K - 1 frames of a segment
     audio_bos: int
     pad: int
     max_positions: int
 
     @property
     def tail(self) -> int:
-        """Frames that a segment takes beyond its codec frames: BOS, EOS and the longest delay."""
+        """Frames that a segment has beyond its codec frames: BOS, EOS and the longest delay."""
         return self.codebooks + 1
 
 
 def layout_of(config, tokenizer) -> Layout:
-    """Ids from the config; the tokenizer must know them by the names that the chat template writes."""
+    """Layout of a model config; its token ids must be the tokenizer's ids of the tokens in the chat template."""
     names = {
         "audio_token_id": "<|AUDIO_OUT|>",
         "audio_bos_token_id": "<|audio_out_bos|>",
@@ -43,14 +44,14 @@ def layout_of(config, tokenizer) -> Layout:
         "pad_token_id": tokenizer.pad_token,
     }
     for field, token in names.items():
-        found = tokenizer.convert_tokens_to_ids(token) if token else None
-        if found != getattr(config, field):
+        token_id = tokenizer.convert_tokens_to_ids(token) if token else None
+        if token_id != getattr(config, field):
             raise UserError(
                 f"--model: config.json says {field} = {getattr(config, field)} but the tokenizer has {token!r} as"
-                f" {found}: model and tokenizer are not of one checkpoint."
+                f" {token_id}: model and tokenizer are from different checkpoints."
             )
     top = max(config.audio_stream_bos_id, config.audio_stream_eos_id)
-    if config.codebook_size <= top:  # the class's own default: an index error here, a device assert on a GPU
+    if config.codebook_size <= top:  # as in the class's default; training would end in an opaque device assert on a GPU
         raise UserError(
             f"--model: codebook_size {config.codebook_size} has no room for the stream ids up to {top}; the published"
             " checkpoint has 1026."
@@ -78,8 +79,10 @@ def delayed(codes_tk: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def delayed_labels(stream_fk: np.ndarray, layout: Layout) -> np.ndarray:
-    """Labels of a target's stream: its codes and ONE end a codebook. Without the end a model never stops; the BOS
-    cells are forced when speaking."""
+    """Labels of a target's stream: its codes and ONE end per codebook.
+
+    Without the end the model never learns to stop. BOS is no label, because generation forces it.
+    """
     frames = len(stream_fk) - layout.tail
     labels = np.full_like(stream_fk, IGNORE)
     for k in range(layout.codebooks):
@@ -89,7 +92,7 @@ def delayed_labels(stream_fk: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def undelayed(stream_fk: np.ndarray, layout: Layout, frames: int) -> np.ndarray:
-    """Codes (T, K) out of a stream that begins with its all-BOS frame."""
+    """Codes (T, K) from a stream that begins with its all-BOS frame."""
     return np.stack([stream_fk[k + 1 : k + 1 + frames, k] for k in range(layout.codebooks)], axis=1)
 
 
@@ -98,10 +101,10 @@ def undelayed(stream_fk: np.ndarray, layout: Layout, frames: int) -> np.ndarray:
 
 @dataclass
 class Row:
-    """One chat: ids (S,) with a placeholder a frame, frames (F, K) of all its audio, labels (F, K) of its target.
+    """One chat: ids (S,) with one placeholder per frame, frames (F, K) of all its audio, labels (F, K) of its target.
 
-    A chat without audio has frames of shape (0, K): the tensors are passed all the same, because a rank that left
-    them out would skip the audio embedding while the others wait for it.
+    A chat without audio has frames of shape (0, K). They are still passed to the model: a rank that left them out would
+    skip the audio embedding, and under ZeRO-3 the other ranks would wait for it forever.
     """
 
     name: str
@@ -112,7 +115,10 @@ class Row:
 
 
 def build_row(name: str, ids: np.ndarray, segments: list[np.ndarray], layout: Layout, answer: bool = True) -> Row:
-    """`ids` has one placeholder a segment of codes (T, K). The last segment is the target if there is an `answer`."""
+    """A row from `ids` with one placeholder per segment and the segments' codes (T, K).
+
+    `answer`: the last segment is the target.
+    """
     streams = [delayed(codes, layout) for codes in segments]
     places = np.flatnonzero(ids == layout.audio)
     if len(places) != len(streams):
@@ -137,8 +143,8 @@ def build_row(name: str, ids: np.ndarray, segments: list[np.ndarray], layout: La
 
 
 def check_row(row: Row, layout: Layout) -> None:
-    """What the model itself does not check: it takes more frames than placeholders, or frames of another row, as
-    they come. A row that fails this would train something else than it says."""
+    """Raises if the row is inconsistent. The model does not check it: it silently accepts more frames than
+    placeholders, or the frames of another row, and would train on the wrong pairs of text and audio."""
     scored = row.labels != IGNORE
     target = np.flatnonzero(scored.any(axis=1))[0] - 1 if scored.any() else 0
     last = len(scored) - 1 - scored[::-1].argmax(axis=0)  # scored frame of each codebook
@@ -150,17 +156,21 @@ def check_row(row: Row, layout: Layout) -> None:
         "an id is out of range": row.frames.min() < 0 or row.frames.max() > max(layout.bos, layout.eos),
         "the target does not begin with BOS": (row.frames[target] != layout.bos).any(),
     }
-    found = [problem for problem, is_so in problems.items() if is_so]
-    if found:
-        raise RuntimeError(f"row {row.name!r}: {found[0]}")
+    for problem, is_present in problems.items():
+        if is_present:
+            raise RuntimeError(f"row {row.name!r}: {problem}")
 
 
 def audio_at(ids, layout: Layout):
+    """Mask of the audio placeholders."""
     return (ids == layout.audio) | (ids == layout.delay)
 
 
 def collate(rows: list[Row], layout: Layout, packed: bool = False, text_loss: bool = False) -> dict:
-    """Right-padded tensors; packed, all rows are one, each with positions from 0, which also parts their attention."""
+    """The rows as one batch of right-padded tensors.
+
+    `packed`: all rows end to end in one, each with positions from 0, which also keeps their attention apart.
+    """
     lengths = [len(row.ids) for row in rows]
     text_labels = [np.where(audio_at(row.ids, layout), IGNORE, row.ids) for row in rows]
     for row, labels in zip(rows, text_labels, strict=True):
@@ -170,7 +180,7 @@ def collate(rows: list[Row], layout: Layout, packed: bool = False, text_loss: bo
         frames = np.concatenate([row.frames for row in rows])[None]
         labels = np.concatenate([row.labels for row in rows])[None]
         for text in text_labels:
-            text[0] = IGNORE  # the first position of a row would be predicted by the row before it
+            text[0] = IGNORE  # it would be predicted from the last position of the row before
         texts = np.concatenate(text_labels)[None]
         where = {"position_ids": torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))[None]}
         mask = np.ones(frames.shape[:2], dtype=bool)
@@ -201,7 +211,7 @@ def _padded(arrays: list[np.ndarray], value) -> np.ndarray:
 
 
 def without_delay(row: Row, layout: Layout) -> Row:
-    """The same row as trainers lay it out that forget the delay: all codebooks of a frame at one position."""
+    """The row without the delay pattern, a common mistake in trainers: all codebooks of a frame at one position."""
     frames, labels = row.frames.copy(), row.labels.copy()
     starts = np.flatnonzero((row.frames == layout.bos).all(axis=1))
     for start, end in zip(starts, [*starts[1:], len(frames)], strict=True):
@@ -215,14 +225,21 @@ def without_delay(row: Row, layout: Layout) -> Row:
     return Row(row.name, row.ids, frames, labels, row.text_from)
 
 
-def labelled_states(model, batch, layout: Layout):
-    """States (N, D) and labels (N, K) of the positions whose next frame is scored; also all states (B, S, D)."""
+def labelled_states(model, batch: dict, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """States (N, D) and labels (N, K) of the positions whose next frame has a target; also all states (B, S, D)."""
     given = ("input_ids", "attention_mask", "position_ids", "audio_input_ids", "audio_input_ids_mask")
     inputs = {name: batch[name] for name in given if name in batch}
     hidden_bsd = base_model(model).model(**inputs, use_cache=False).last_hidden_state
     ids = batch["input_ids"]
     labels_bsk = ids.new_full((*ids.shape, layout.codebooks), IGNORE)
     labels_bsk[audio_at(ids, layout)] = batch["audio_labels"][batch["audio_input_ids_mask"]]
-    labels_nk = labels_bsk[:, 1:].flatten(0, 1)  # position i predicts the frame at i + 1
+    labels_nk = labels_bsk[:, 1:].flatten(0, 1)  # position s predicts the frame at s + 1
     rows = (labels_nk != IGNORE).any(-1).nonzero().squeeze(-1)
     return hidden_bsd[:, :-1].flatten(0, 1)[rows], labels_nk[rows], hidden_bsd
+
+
+def labelled_text_states(hidden_bsd: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """States (N, D) and labels (N, 1) of the positions whose next text token is a target."""
+    labels_n = batch["labels"][:, 1:].flatten()
+    rows = (labels_n != IGNORE).nonzero().squeeze(-1)
+    return hidden_bsd[:, :-1].flatten(0, 1)[rows], labels_n[rows, None]

@@ -1,6 +1,6 @@
-"""From checkpoints to a MoTLlama: Llama loaded frozen, MusicGen's feed-forward blocks copied into the experts.
+"""From checkpoints to a MoTLlama: Llama is loaded frozen, MusicGen's feed-forward blocks are copied into the experts.
 
-MusicGen is never built: its tensors are read by name from safetensors, copied under no_grad, and forgotten.
+MusicGen itself is never built: the tensors are read by name from its safetensors files.
 """
 
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common import keyed_random as keyed
 from common.config import UserError
 from common.engine import gathered, shard
 from common.hub import load_pretrained
+from common.keyed_random import torch_seed
 from common.runtime import say
 from models.mot.layout import Layout
 from models.mot.network import NEW_ROW_SCALE, AudioLayer, Expert, MoTLlama, route_of
@@ -21,13 +21,13 @@ from models.mot.network import NEW_ROW_SCALE, AudioLayer, Expert, MoTLlama, rout
 COPIED = ("fc1.weight", "fc2.weight", "final_layer_norm.weight", "final_layer_norm.bias")
 CALIBRATION_POSITIONS = 512
 
-# Parts that can be trained by themselves, as patterns on the adapter's names.
+# What --train-parts can name, as patterns on the names of the adapter's parameters.
 PARTS = {
     "embed": r"(audio|codebook)_embed\.weight",
     "head": r"head\.weight",
     "proj": r"layers\.\d+\.ffn\.proj_(in|out)\.weight",
     "expert": r"layers\.\d+\.ffn\.(fc1|fc2|norm|gate_proj|up_proj|down_proj)\..*",
-    "gate": r"layers\.\d+\.ffn\.gate",
+    "gain": r"layers\.\d+\.ffn\.gain",
     "norm": r"layers\.\d+\.(input|post)_norm\.weight",
     "attn": r"layers\.\d+\.attn\..*",
 }
@@ -75,29 +75,26 @@ class Donor:
         self.prefix = blocks[0].removesuffix("0.fc1.weight")
 
     def block(self, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors of one feed-forward block, each of the expected shape; anything else is an error."""
+        """The tensors of one feed-forward block; a missing, extra or misshapen one is an error."""
         shapes = {
             "fc1.weight": (self.ffn, self.width),
             "fc2.weight": (self.width, self.ffn),
             "final_layer_norm.weight": (self.width,),
             "final_layer_norm.bias": (self.width,),
         }
-        found = {}
+        block = {}
         for name in COPIED:
             full = f"{self.prefix}{layer}.{name}"
             if full not in self.where:
                 raise UserError(f"--musicgen {self.path} lacks the tensor {full}.")
-            found[name] = self.where[full].get_tensor(full).float()
-            if tuple(found[name].shape) != shapes[name]:
-                raise UserError(
-                    f"--musicgen {self.path}: {full} has shape {tuple(found[name].shape)}, not {shapes[name]}."
-                )
+            block[name] = self.where[full].get_tensor(full).float()
+            shape = tuple(block[name].shape)
+            if shape != shapes[name]:
+                raise UserError(f"--musicgen {self.path}: {full} has shape {shape}, not {shapes[name]}.")
         for name in ("fc1.bias", "fc2.bias"):
             if f"{self.prefix}{layer}.{name}" in self.where:
-                raise UserError(
-                    f"--musicgen {self.path} has a {name}, which MusicGen's blocks do not: it would be lost."
-                )
-        return found
+                raise UserError(f"--musicgen {self.path} has a {name}, unlike MusicGen: it would be lost.")
+        return block
 
 
 def _download(path: str) -> Path:
@@ -111,38 +108,38 @@ def _download(path: str) -> Path:
 
 
 def layer_map(layers: int, donor_layers: int) -> tuple[int, ...]:
-    """Donor layer of each Llama layer: evenly spread, every one covered."""
+    """The donor layer for each Llama layer, evenly spread."""
     return tuple(min(donor_layers - 1, int((i + 0.5) * donor_layers / layers)) for i in range(layers))
 
 
-def expert_of(kind: str, gate: str, llama_config, donor: Donor | None) -> Expert:
+def expert_of(kind: str, gain: str, llama_config, donor: Donor | None) -> Expert:
     if kind == "llama":
         return Expert(kind, llama_config.hidden_size, llama_config.intermediate_size, llama_config.hidden_act)
     if donor is None:
         raise UserError(f"--experts {kind} takes its sizes from a MusicGen checkpoint: name one with --musicgen.")
-    chosen = layer_map(llama_config.num_hidden_layers, donor.layers) if kind != "random" else ()
-    return Expert(kind, donor.width, donor.ffn, donor.activation, gate, chosen)
+    sources = layer_map(llama_config.num_hidden_layers, donor.layers) if kind != "random" else ()
+    return Expert(kind, donor.width, donor.ffn, donor.activation, gain, sources)
 
 
 # ---- building --------------------------------------------------------------------------------------------------
 
 
 def build_mot(llama, layout: Layout, expert: Expert, untie: str, full_vocab: bool, donor, seed: int, ds: dict):
-    """The model with fresh music parts. Under ZeRO-3 each layer is sharded as soon as it is filled."""
+    """The model with initialised music weights. Under ZeRO-3 each layer is sharded as soon as it is filled."""
     copied, layers = 0, []
     for i, layer in enumerate(llama.model.layers):
         audio = AudioLayer(llama.config, expert, untie)
         with gathered(layer), torch.no_grad():
             copied += fill_layer(audio, layer, expert, donor, i, seed)
         layers.append(shard(_like(audio, llama), ds))
-    wanted = sum(
-        copied_part(f"layers.0.{name}") and not (expert.kind == "random" and name.startswith("ffn."))
+    expected = sum(
+        is_copied(f"layers.0.{name}") and not (expert.kind == "random" and name.startswith("ffn."))
         for audio in layers
         for name, _ in audio.named_parameters()
     )
-    say(f"copied {copied}/{wanted} tensors into {len(layers)} music experts ({expert.kind}, untie {untie})")
-    if copied != wanted:
-        raise RuntimeError(f"{copied} of {wanted} tensors were copied")
+    say(f"copied {copied}/{expected} tensors into {len(layers)} music experts ({expert.kind}, untie {untie})")
+    if copied != expected:
+        raise RuntimeError(f"{copied} of {expected} tensors were copied")
     model = MoTLlama(llama, layout, expert, untie, layers, full_vocab)
     new_rows(model, seed)
     for table in (model.audio_embed, model.codebook_embed, model.head):
@@ -159,12 +156,12 @@ def _device(llama) -> torch.device:
 
 
 def _like(module: nn.Module, llama) -> nn.Module:
-    """Only parameters are cast: DeepSpeed does not do it for modules added to a sharded model."""
+    """The module in Llama's precision, on its device: DeepSpeed does not convert what is added to a sharded model."""
     return module.to(device=_device(llama), dtype=_dtype(llama))
 
 
 def fill_layer(audio: AudioLayer, layer, expert: Expert, donor: Donor | None, i: int, seed: int) -> int:
-    """Gives one layer its initial weights; returns how many tensors were copied."""
+    """Initialises one layer; returns how many tensors were copied."""
     copied = 0
     if expert.kind == "llama":
         copied += _copy_module(audio.ffn, layer.mlp)
@@ -180,21 +177,21 @@ def fill_layer(audio: AudioLayer, layer, expert: Expert, donor: Donor | None, i:
 
 
 def _copy_module(target: nn.Module, source: nn.Module) -> int:
-    mine, theirs = dict(target.named_parameters()), dict(source.named_parameters())
-    assert mine.keys() == theirs.keys(), (mine.keys(), theirs.keys())
-    for name, parameter in mine.items():
-        parameter.copy_(theirs[name])
-    return len(mine)
+    targets, sources = dict(target.named_parameters()), dict(source.named_parameters())
+    assert targets.keys() == sources.keys(), (targets.keys(), sources.keys())
+    for name, parameter in targets.items():
+        parameter.copy_(sources[name])
+    return len(targets)
 
 
 def _fill_expert(ffn, expert: Expert, donor: Donor | None, i: int, seed: int) -> int:
     width = expert.width
     hidden = ffn.proj_in.in_features if ffn.proj_in is not None else ffn.fc1.in_features
-    draw = torch.Generator().manual_seed(keyed.key64(seed, i, "expert") % 2**63)
+    draw = torch.Generator().manual_seed(torch_seed(seed, i, "expert"))
     inward, outward = None, None
     if width != hidden:
-        # Rows of P_in and columns of P_out are orthonormal, which keeps the RMS of what passes (a default Linear
-        # shrinks the block's output four times).
+        # Rows of proj_in and columns of proj_out are orthonormal, which keeps the RMS. The default initialisation of a
+        # Linear would shrink the block's output four times.
         inward = nn.init.orthogonal_(torch.empty(width, hidden), generator=draw)
         outward = nn.init.orthogonal_(torch.empty(hidden, width), generator=draw) * (hidden / width) ** 0.5
     if expert.kind == "random":
@@ -222,10 +219,10 @@ def _fill_expert(ffn, expert: Expert, donor: Donor | None, i: int, seed: int) ->
 
 @torch.no_grad()
 def new_rows(model: MoTLlama, seed: int) -> None:
-    """Rows of the new ids ~ N(0, (0.1 s)^2), s the spread of Llama's own rows.
+    """Draws the rows of the new ids from N(0, (0.1 s)^2), where s is the standard deviation of Llama's own rows.
 
     Zero rows would give every expert a gradient of exactly 0 at the first step, and equal rows (the mean of the old
-    ones) would have to be torn apart first.
+    ones) would first have to become different.
     """
     llama = model.llama
     tables = {
@@ -236,13 +233,13 @@ def new_rows(model: MoTLlama, seed: int) -> None:
     for number, (rows, like) in enumerate(tables.items()):
         with gathered(like):
             spread = float(like.weight.float().std())
-        draw = torch.Generator().manual_seed(keyed.key64(seed, number, "rows") % 2**63)
+        draw = torch.Generator().manual_seed(torch_seed(seed, number, "rows"))
         rows.copy_(torch.randn(rows.shape, generator=draw) * (NEW_ROW_SCALE * spread))
 
 
 @torch.no_grad()
 def calibrate(model: MoTLlama, batch: dict, zero: bool) -> None:
-    """Sets each gate so that the expert is as loud as the Llama block it stands in for, on one batch; or to 0."""
+    """Sets each gain so that the expert is as loud as the Llama block it replaces, measured on one batch; or to 0."""
     device = _device(model.llama)
     ids, books, mask = (batch[k][:1, :CALIBRATION_POSITIONS].to(device) for k in ("input_ids", "codebooks", "mask"))
     with gathered(model.llama.model.embed_tokens), gathered(model.audio_embed), gathered(model.codebook_embed):
@@ -251,33 +248,32 @@ def calibrate(model: MoTLlama, batch: dict, zero: bool) -> None:
     for i, (layer, audio) in enumerate(zip(model.llama.model.layers, model.layers, strict=True)):
         with gathered(layer), gathered(audio, write=True):
             x = model.attend(i, x, route, causal, rope)
-            if hasattr(audio.ffn, "gate"):
+            if hasattr(audio.ffn, "gain"):
                 h = model.before_ffn(i, x, route).flatten(0, 1)[route.audio]
-                audio.ffn.gate.fill_(1.0)
-                wanted, found = (part.float().pow(2).mean().sqrt() for part in (layer.mlp(h), audio.ffn(h)))
-                audio.ffn.gate.fill_(0.0 if zero else float(wanted / found.clamp(min=1e-12)))
+                audio.ffn.gain.fill_(1.0)
+                llama_rms, expert_rms = (y.float().pow(2).mean().sqrt() for y in (layer.mlp(h), audio.ffn(h)))
+                audio.ffn.gain.fill_(0.0 if zero else float(llama_rms / expert_rms.clamp(min=1e-12)))
             x = model.feed(i, x, route)
 
 
 def choose_parts(model: MoTLlama, names: list[str]) -> None:
-    """Trains the named parts and freezes the rest of the adapter; a part that this model does not have is an error."""
+    """Makes the named parts trainable and freezes the rest of the adapter; a part that the model lacks is an error."""
     adapter = model.adapter()
-    wanted = []
+    trained = []
     for name in names:
         if name not in PARTS and name not in PRESETS:
             raise UserError(f"--train-parts {name}: choose from {', '.join([*PRESETS, *PARTS])}.")
-        parts = PRESETS.get(name, [name])
-        for part in parts:
+        for part in PRESETS.get(name, [name]):
             hits = [full for full in adapter if re.fullmatch(PARTS[part], full)]
             if not hits and name != "all":
                 raise UserError(f"--train-parts {name}: this model has no part {part!r}.")
-            wanted += hits
-    if not wanted:
-        raise UserError("--train-parts names nothing: nothing would be trained.")
+            trained += hits
+    if not trained:
+        raise UserError("--train-parts is empty: nothing would be trained.")
     for name, parameter in adapter.items():
-        parameter.requires_grad_(name in wanted)
+        parameter.requires_grad_(name in trained)
 
 
-def copied_part(name: str) -> bool:
-    """Whether a parameter starts from trained weights, which take a smaller learning rate."""
+def is_copied(name: str) -> bool:
+    """Whether a parameter of the adapter starts from trained weights."""
     return any(re.fullmatch(PARTS[part], name) for part in ("expert", "norm", "attn"))

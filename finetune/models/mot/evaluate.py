@@ -1,17 +1,18 @@
-"""What is measured on held-out music: bits, what the caption is worth, and that the text model is untouched."""
+"""Llama MoT on held-out music, teacher-forced: loss, what the caption is worth, and that text output is unchanged."""
 
 import math
 
 import numpy as np
 import torch
 
-from common import keyed_random as keyed
-from common.plan import Plan
-from common.runtime import Ranks, all_sum, say
+from common import keyed_random
+from common.evaluation import Sums, evaluating, evaluation_rows
+from common.feed import to_device
+from common.runtime import Process
 from models.mot.data import Clips
-from models.mot.network import MoTLlama, mot_loss
+from models.mot.network import MoTLlama
 
-# Read by plain Llama when a run starts, and by the trained model at each evaluation: not one logit may differ.
+# Text that the original Llama reads when a run starts, and the trained model at each evaluation: no logit may differ.
 TEXT_PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "def fibonacci(n):\n    return n if n < 2 else",
@@ -20,104 +21,101 @@ TEXT_PROMPTS = (
 BASELINE_CLIPS = 20_000  # enough to count codes; a larger corpus would only take longer
 
 
-class PlainText:
-    """The logits of plain Llama on fixed prompts. Every rank must take part: ZeRO-3 gathers."""
-
-    @torch.no_grad()
-    def __init__(self, model: MoTLlama, clips: Clips, device):
-        self.model = model
-        self.prompts = [torch.from_numpy(ids)[None].to(device) for ids in clips.tokenizer(list(TEXT_PROMPTS))]
-        self.logits = [model.llama(ids, use_cache=False).logits.cpu() for ids in self.prompts]
-
-    @torch.no_grad()
-    def drift(self) -> float:
-        """Largest difference of a logit now; exactly 0 while nothing is forgotten."""
-        now = [self.model.text_logits(ids).cpu() for ids in self.prompts]
-        return max(float((a.float() - b.float()).abs().max()) for a, b in zip(now, self.logits, strict=True))
+@torch.no_grad()
+def llama_text_logits(model: MoTLlama, clips: Clips, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each text prompt's ids and its logits, as the original Llama computes them. Every rank must call it (ZeRO-3)."""
+    prompts = [torch.from_numpy(ids)[None].to(device) for ids in clips.tokenizer(list(TEXT_PROMPTS))]
+    return [(ids, model.llama(ids, use_cache=False).logits.cpu()) for ids in prompts]
 
 
 @torch.no_grad()
-def evaluate(model: MoTLlama, clips: Clips, plain: PlainText, ranks: Ranks, to_device) -> dict[str, float]:
-    """Teacher-forced metrics, the same for any number of ranks (sums are reduced, not means).
+def text_drift(model: MoTLlama, text_reference: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Largest difference between a text logit now and in `text_reference`; exactly 0 unless something is wrong."""
+    differences = [model.text_logits(ids).cpu().float() - logits.float() for ids, logits in text_reference]
+    return max(float(difference.abs().max()) for difference in differences)
 
-    caption_gain: how much worse the loss is with another clip's caption, and caption_gain_none without one; near 0
-    the caption is ignored. kbps: what the model would need to send the codes, against codec_kbps for the raw ones.
+
+def token_metrics(model: MoTLlama, clips: Clips, text_reference: list, process: Process) -> dict[str, float]:
+    """Unweighted loss per code over all clips, the same for any number of ranks.
+
+    caption_gain is the increase of the loss with another clip's caption, caption_gain_none the one without any caption;
+    near 0 the caption is ignored. kbps is what the codes would take if compressed with this model, codec_kbps what they
+    take uncompressed. `text_reference`: see llama_text_logits.
     """
-    plan = Plan(clips.lengths, clips.config.micro_tokens, seed=0, jitter=0)
-    batches = [plan.micro_batch(number)[1] for number in range(plan.per_epoch)]
-    books = clips.layout.codebooks
-    sums = torch.zeros(3, 2, books, dtype=torch.float64)
-    weights = torch.ones(books)
-    other = keyed.generator(clips.config.seed, "captions").permutation(len(clips))
-    swapped = dict(zip(other, np.roll(other, 1), strict=True))  # a cycle: nobody keeps its own
-    was_training = model.training
-    model.eval()
-    for turn in range(-(-len(batches) // ranks.world)):
-        number = turn * ranks.world + ranks.rank
-        # Under ZeRO-3 every rank must run every turn: one without a batch repeats the first and adds nothing.
-        chosen = batches[number if number < len(batches) else 0]
-        captions = (None, [clips.texts[swapped[c]] for c in chosen], [clips.tokenizer.no_text] * len(chosen))
-        for kind, texts in enumerate(captions):
-            _, stats = mot_loss(model, to_device(clips.batch(chosen, texts=texts)), weights)
-            if number < len(batches):
-                sums[kind] += stats.cpu().double()
-    drift = plain.drift()
-    model.train(was_training)
-    true, shuffled, none = all_sum(sums, ranks)
-    loss = true[0].sum() / true[1].sum()
-    nll = true[0] / true[1]
-    info = clips.tokens.info
-    rate = info["sample_rate"] / info["hop"]
-    bits = nll.sum() / math.log(2)
-    values = {
+    sums = Sums()
+    order = keyed_random.generator(clips.config.seed, "captions").permutation(len(clips))
+    other_clip = dict(zip(order, np.roll(order, 1), strict=True))  # one cycle: no clip keeps its own caption
+    with evaluating(model):
+        for rows, counts in evaluation_rows(clips.lengths, clips.config.micro_tokens, process):
+            other_captions = [clips.texts[other_clip[row]] for row in rows]
+            no_captions = [clips.tokenizer.no_text] * len(rows)
+            loss_c, targets_c = _code_losses(model, clips.batch(rows), process)
+            loss_other_c, _ = _code_losses(model, clips.batch(rows, texts=other_captions), process)
+            loss_none_c, _ = _code_losses(model, clips.batch(rows, texts=no_captions), process)
+            sums.add(counts, loss=loss_c, targets=targets_c, loss_other=loss_other_c, loss_none=loss_none_c)
+        drift = text_drift(model, text_reference)
+    total = sums.reduce(process)
+    targets = total["targets"].sum()
+    loss = total["loss"].sum() / targets
+    nats_per_code = total["loss"] / total["targets"]  # (C,)
+    frames_per_second = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
+    bits_per_frame = nats_per_code.sum() / math.log(2)
+    codec_bits_per_frame = len(nats_per_code) * math.log2(clips.layout.size)
+    metrics = {
         "loss": loss,
-        "bits_a_frame": bits,
-        "kbps": rate * bits / 1000,
-        "codec_kbps": rate * books * math.log2(clips.layout.size) / 1000,
-        "caption_gain": shuffled[0].sum() / shuffled[1].sum() - loss,
-        "caption_gain_none": none[0].sum() / none[1].sum() - loss,
+        "bits_per_frame": bits_per_frame,
+        "kbps": frames_per_second * bits_per_frame / 1000,
+        "codec_kbps": frames_per_second * codec_bits_per_frame / 1000,
+        "caption_gain": total["loss_other"].sum() / targets - loss,
+        "caption_gain_none": total["loss_none"].sum() / targets - loss,
         "text_drift": drift,
     }
-    values |= {f"loss_channel_{k}": nll[k] for k in range(books)}
-    return {name: float(value) for name, value in values.items()}
+    metrics |= {f"loss_channel_{c}": nats for c, nats in enumerate(nats_per_code)}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _code_losses(model: MoTLlama, batch: dict, process: Process) -> torch.Tensor:
+    """Sum of the losses and number of targets per codebook, (2, C)."""
+    batch = to_device(batch, process.device)
+    hidden = model(batch["input_ids"], batch["codebooks"], batch["mask"])
+    _, sums_2c = model.head(hidden.flatten(0, 1), batch["labels"].flatten(0, 1))
+    return sums_2c
 
 
 # ---- baselines -------------------------------------------------------------------------------------------------
 
 
 def baselines(train: Clips, held_out: Clips) -> dict[str, float]:
-    """Loss of three models that know no music, counted on the training clips and measured on the held-out ones.
+    """Evaluation loss of three trivial models, counted on the training clips and measured on the held-out ones.
 
     uniform; unigram (with one count added to each code); bigram given the same codebook's code one frame before,
     backed off to the unigram with one count.
     """
-    size, books = train.layout.size, train.layout.codebooks
-    seen = [np.asarray(train.tokens.codes(i)) for i in train.kept[:BASELINE_CLIPS]]
-    asked = [np.asarray(held_out.tokens.codes(i)) for i in held_out.kept[:BASELINE_CLIPS]]
-    totals, count = np.zeros(2), 0
-    for k in range(books):
-        counts = np.bincount(np.concatenate([codes[:, k] for codes in seen]), minlength=size)
-        unigram = (counts + 1) / (counts.sum() + size)
-        pairs, times = np.unique(np.concatenate([_pairs(codes[:, k], size) for codes in seen]), return_counts=True)
-        before = np.bincount(pairs // size, weights=times, minlength=size)
-        for codes in asked:
+    size, codebooks = train.layout.size, train.layout.codebooks
+    train_codes = [np.asarray(train.tokens.codes(i)) for i in train.kept[:BASELINE_CLIPS]]
+    eval_codes = [np.asarray(held_out.tokens.codes(i)) for i in held_out.kept[:BASELINE_CLIPS]]
+    unigram_loss, bigram_loss, targets = 0.0, 0.0, 0
+    for k in range(codebooks):
+        code_counts = np.bincount(np.concatenate([codes[:, k] for codes in train_codes]), minlength=size)
+        unigram = (code_counts + 1) / (code_counts.sum() + size)
+        pairs, pair_counts = np.unique(
+            np.concatenate([_pairs(codes[:, k], size) for codes in train_codes]), return_counts=True
+        )
+        pairs_starting_with = np.bincount(pairs // size, weights=pair_counts, minlength=size)
+        for codes in eval_codes:
             code = codes[:, k].astype(np.int64)
-            chance = unigram[code]
-            totals[0] -= np.log(chance).sum()
+            probability = unigram[code]
+            unigram_loss -= np.log(probability).sum()
             wanted = _pairs(code, size)
             place = np.minimum(np.searchsorted(pairs, wanted), max(0, len(pairs) - 1))
-            hits = np.where(pairs[place] == wanted, times[place], 0) if len(pairs) else np.zeros(len(wanted))
-            chance = np.concatenate([chance[:1], (hits + chance[1:]) / (before[code[:-1]] + 1)])
-            totals[1] -= np.log(chance).sum()
-            count += len(code)
-    return {"uniform": math.log(size), "unigram": totals[0] / count, "bigram": totals[1] / count}
+            hits = np.where(pairs[place] == wanted, pair_counts[place], 0) if len(pairs) else np.zeros(len(wanted))
+            given_previous = (hits + probability[1:]) / (pairs_starting_with[code[:-1]] + 1)
+            bigram_loss -= np.log(np.concatenate([probability[:1], given_previous])).sum()
+            targets += len(code)
+    return {"uniform": math.log(size), "unigram": unigram_loss / targets, "bigram": bigram_loss / targets}
 
 
 def _pairs(code: np.ndarray, size: int) -> np.ndarray:
+    """One number per pair of consecutive codes."""
     code = code.astype(np.int64)
     return code[:-1] * size + code[1:]
-
-
-def say_baselines(values: dict[str, float]) -> None:
-    words = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-    say(f"loss of models that know no music: {words}")

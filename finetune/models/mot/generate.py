@@ -1,7 +1,7 @@
-"""Making music: constrained decoding, guidance, continuation, and the samples of a run.
+"""Generating music: constrained decoding, guidance, continuation, and the samples of a run.
 
-Every step may only choose a code of the codebook that is due, or A_EOS at the beginning of a frame, so what comes out
-is whole frames of valid codes. Shapes: R rows, T frames, C codebooks.
+Every step only chooses among the codes of the next codebook, or A_EOS at the start of a frame, so the output is whole
+frames of valid codes. Shapes: R rows, T frames, C codebooks.
 """
 
 from pathlib import Path
@@ -10,24 +10,25 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from common import keyed_random as keyed
 from common import samples
+from common.evaluation import evaluating
+from common.keyed_random import torch_seed
 from common.loss import IGNORE
-from common.runtime import Ranks
+from common.runtime import Process
 from models.mot.data import Clips, pad
 from models.mot.layout import code_ids, music
 from models.mot.network import MoTLlama
 
 
 class _Rows:
-    """Prompts in one batch with a cache. They are padded at the right and go on behind the longest, each with its own
-    positions: no query is without a key, as it would be with padding at the left."""
+    """Prompts in one batch with a key-value cache. They are padded on the right and continue after the longest, each
+    with its own position numbers: with padding on the left, some queries would have no key to attend to."""
 
     def __init__(self, model: MoTLlama, texts: list, prefixes: list[np.ndarray], device):
         self.model, self.device = model, device
         start = music if model.layout.order == "flat" else _delayed
-        parts = [start(codes, model.layout, final=False) for codes in prefixes]
-        batch = pad([(text, *part) for text, part in zip(texts, parts, strict=True)], model.layout)
+        sequences = [start(codes, model.layout, final=False) for codes in prefixes]
+        batch = pad([(text, *sequence) for text, sequence in zip(texts, sequences, strict=True)], model.layout)
         ids, books, self.mask = (batch[name].to(device) for name in ("input_ids", "codebooks", "mask"))
         self.lengths = self.mask.sum(1)
         self.cache = DynamicCache(config=model.llama.config)
@@ -35,7 +36,7 @@ class _Rows:
         self.hidden = hidden[torch.arange(len(texts), device=device), self.lengths - 1]
 
     def feed(self, ids, books) -> None:
-        """One position more for every row; ids and codebooks (R, channels)."""
+        """Appends one position to every row; ids and codebooks are (R, channels)."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
         ids, books = ids[:, None].to(self.device), books[:, None].to(self.device)
         self.hidden = self.model(ids, books, self.mask, self.lengths[:, None], self.cache)[:, 0]
@@ -43,7 +44,7 @@ class _Rows:
 
 
 def _delayed(codes, layout, final: bool):
-    """Positions 0 .. T of a prefix, as `music` gives them but up to the one that predicts frame T of codebook 0."""
+    """Positions 0 to T of a prefix: as `music`, but up to the position that predicts frame T of codebook 0."""
     c, frames = layout.codebooks, len(codes)
     ids, stream = code_ids(codes, layout), np.full((frames + 1, c), layout.bos, dtype=np.int64)
     for k in range(c):
@@ -51,7 +52,6 @@ def _delayed(codes, layout, final: bool):
     return stream, np.where(stream < layout.bos, np.arange(c), c), np.full_like(stream, IGNORE)
 
 
-@torch.no_grad()
 def generate(
     model: MoTLlama,
     texts: list[np.ndarray],
@@ -69,9 +69,10 @@ def generate(
 ) -> list[tuple[np.ndarray, bool]]:
     """New codes (T, C) for each prompt, and whether it ended by itself.
 
-    `temperature` 0 takes the most likely code; a list gives one a codebook. `guidance` w: logits u + w (c - u) with
-    u those without a caption (`no_text`). `prefixes`: codes (T, C) to go on from, not returned. A prompt's outcome
-    depends on its own seed alone, not on its neighbours. `all_steps`: every rank of ZeRO-3 runs all steps.
+    `temperature`: 0 is greedy; a list has one value per codebook. `guidance` w: logits u + w (c - u), where u are the
+    logits without a caption (`no_text`). `prefixes`: codes (T, C) to continue, not returned. `seeds`: one per prompt,
+    whose result does not depend on the other prompts. `all_steps`: run all steps even if all prompts have ended: under
+    ZeRO-3 every rank must run the model equally often.
     """
     layout, c = model.layout, model.layout.codebooks
     device = device or next(model.llama.parameters()).device
@@ -80,13 +81,11 @@ def generate(
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     guided = guidance != 1.0
 
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         rows = _Rows(model, texts + [no_text] * len(texts) * guided, prefixes * (1 + guided), device)
 
         def choose(k: int, frame: int) -> list[int]:
-            """A code for each prompt; `layout.size` stands for A_EOS."""
+            """The next code of each prompt; `layout.size` stands for A_EOS."""
             logits = model.head(rows.hidden, codebook=k)
             if guided:
                 caption, none = logits.chunk(2)
@@ -98,8 +97,6 @@ def generate(
 
         loop = _flat if layout.order == "flat" else _delay
         return loop(rows, choose, layout, len(texts), max_frames, prefixes, 1 + guided, all_steps)
-    finally:
-        model.train(was_training)
 
 
 def _pick(logits, temperature: float, top_k: int, draw) -> int:
@@ -112,6 +109,7 @@ def _pick(logits, temperature: float, top_k: int, draw) -> int:
 
 
 def _flat(rows, choose, layout, count, max_frames, prefixes, copies, all_steps):
+    """The steps of the flat layout: one code each."""
     c, ends = layout.codebooks, [None] * count
     codes = np.zeros((max_frames, c, count), dtype=np.int64)
     for frame in range(max_frames):
@@ -120,7 +118,7 @@ def _flat(rows, choose, layout, count, max_frames, prefixes, copies, all_steps):
             for row in range(count):
                 if k == 0 and ends[row] is None and chosen[row] == layout.size:
                     ends[row] = frame
-                # A row that has ended only keeps its place in the batch.
+                # A row that has ended stays in the batch but is ignored.
                 codes[frame, k, row] = 0 if ends[row] is not None else chosen[row]
             if frame + 1 == max_frames and k + 1 == c:
                 break
@@ -132,7 +130,7 @@ def _flat(rows, choose, layout, count, max_frames, prefixes, copies, all_steps):
 
 
 def _delay(rows, choose, layout, count, max_frames, prefixes, copies, all_steps):
-    """Step s gives codebook k its code of frame s - k, counted from the end of the prefix."""
+    """The steps of the delay layout: step s chooses codebook k's code of frame s - k, counted from the prefix's end."""
     c, ends = layout.codebooks, [None] * count
     codes = np.zeros((max_frames, c, count), dtype=np.int64)
     known = [code_ids(prefix, layout) for prefix in prefixes[:count]]
@@ -172,13 +170,13 @@ def _finished(codes, ends, max_frames):
 
 
 def collapse(codes: np.ndarray) -> dict:
-    """What betrays a model that hangs or has shrunk to a few codes."""
+    """Signs of a model that repeats itself or uses only a few codes."""
     distinct = [int(len(np.unique(column))) for column in codes.T] if len(codes) else [0] * codes.shape[1]
     return {"repeats": samples.repeat_share(codes), "distinct_codes": distinct}
 
 
-def sample(model: MoTLlama, clips: Clips, folder: Path, step: int, ranks: Ranks, all_ranks_must_join: bool) -> list:
-    """Plays a few held-out captions, spread over all ranks; returns the decoders it started."""
+def sample(model: MoTLlama, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list:
+    """Generates music for a few evaluation captions, spread over all ranks; returns the decoders it started."""
     config = clips.config
     chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
     prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
@@ -186,32 +184,33 @@ def sample(model: MoTLlama, clips: Clips, folder: Path, step: int, ranks: Ranks,
     sampling = {"temperature": config.temperature, "top_k": config.top_k, "guidance": config.guidance}
     rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
 
-    def play(mine: list[dict]) -> list:
-        texts = [clips.texts[prompt["index"]] for prompt in mine]
-        seeds = [keyed.key64(config.seed, prompt["name"], "sample") % 2**63 for prompt in mine]
-        made = generate(
+    def generate_share(prompts: list[dict]) -> list:
+        texts = [clips.texts[prompt["index"]] for prompt in prompts]
+        seeds = [torch_seed(config.seed, prompt["name"], "sample") for prompt in prompts]
+        generated = generate(
             model,
             texts,
             cap,
             seeds,
-            ranks.device,
+            process.device,
             no_text=clips.tokenizer.no_text,
             all_steps=all_ranks_must_join,
             **sampling,
         )
-        facts = []
-        for prompt, seed, (codes, ended) in zip(mine, seeds, made, strict=True):
-            truth = clips.tokens.codes(clips.kept[prompt["index"]])
+        results = []
+        for prompt, seed, (codes, ended) in zip(prompts, seeds, generated, strict=True):
+            truth = recorded(prompt)
             shared = min(len(codes), len(truth))
             same = float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0
-            fact = {"seconds": len(codes) / rate, "ended_by_eos": ended, "codes_as_recorded": same}
-            facts.append(fact | collapse(codes) | {"seed": seed} | sampling)
-            if len(codes) > 10 and facts[-1]["repeats"] > 0.9:
+            facts = {"seconds": len(codes) / rate, "ended_by_eos": ended, "codes_as_recorded": same}
+            facts |= collapse(codes) | {"seed": seed} | sampling
+            if len(codes) > 10 and facts["repeats"] > 0.9:
                 print(f"warning: sample {prompt['name']} repeats one frame: the model has collapsed", flush=True)
-        return [(codes, fact) for (codes, _), fact in zip(made, facts, strict=True)]
+            results.append((codes, facts))
+        return results
 
     def recorded(prompt: dict) -> np.ndarray:
         return clips.tokens.codes(clips.kept[prompt["index"]])
 
     codec = clips.tokens.info["weights"]
-    return samples.make_and_decode(prompts, play, recorded, codec, folder, step, ranks, all_ranks_must_join)
+    return samples.make_and_decode(prompts, generate_share, recorded, codec, folder, step, process, all_ranks_must_join)

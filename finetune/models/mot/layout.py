@@ -2,10 +2,10 @@
 
 Shapes: T codec frames, C codebooks, P positions of the music part. `codes` are (T, C), as token datasets hold them.
 
-    flat    A_BOS c0_t0 c1_t0 ... cC_t0 c0_t1 ... [A_EOS]    one code a position, P = 1 + C T
-    delay   one position a frame, codebook k shifted by k    C codes a position,  P = T + C - 1
+    flat    A_BOS c0_t0 c1_t0 ... cC_t0 c0_t1 ... [A_EOS]    one code per position, P = 1 + C T
+    delay   one frame per position, codebook k shifted by k  C codes per position, P = T + C - 1
 
-A_EOS is a label only, and only where the window reaches the true end of a clip.
+A_EOS is only ever a label, and only if the window reaches the true end of a clip.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from common.loss import IGNORE
 
 @dataclass(frozen=True)
 class Layout:
-    vocab: int  # Llama's own ids lie below; everything from here on is music
+    vocab: int  # ids below are Llama's own, all others are music
     codebooks: int = 4
-    size: int = 2048  # codes a codebook
-    ids: str = "offset"  # offset: every codebook has its own ids; shared: all use the same
+    size: int = 2048  # codes per codebook
+    ids: str = "offset"  # offset: separate ids per codebook; shared: the same for all
     order: str = "flat"
 
     @property
@@ -43,29 +43,31 @@ class Layout:
 
     @property
     def channels(self) -> int:
-        """Codes a position takes in."""
+        """Input codes per position."""
         return 1 if self.order == "flat" else self.codebooks
 
     def first(self, codebook):
-        """Id of code 0."""
+        """Id of a codebook's code 0."""
         return self.vocab + self.size * codebook * (self.ids == "offset")
 
     def positions(self, frames):
         return 1 + self.codebooks * frames if self.order == "flat" else frames + self.codebooks - 1
 
     def frames_in(self, positions):
-        """Most frames of a whole clip that fit."""
+        """Maximum frames of a whole clip that fit."""
         return (positions - 1) // self.codebooks if self.order == "flat" else positions - self.codebooks + 1
 
     def targets(self, frames, final: bool) -> np.ndarray:
-        """Number of labels a codebook, from the length alone."""
+        """Number of labels per codebook, from the length alone."""
         if self.order == "delay" and not final:
             return np.maximum(0, frames - np.arange(self.codebooks))
-        return frames + np.eye(1, self.codebooks, dtype=int)[0] * final
+        counts = np.full(self.codebooks, frames)
+        counts[0] += final  # A_EOS is a label of codebook 0 only
+        return counts
 
 
 def code_ids(codes_tc: np.ndarray, layout: Layout) -> np.ndarray:
-    """Ids (T, C). A code out of range would silently be another codebook's, or a special id: an error, no clamp."""
+    """Ids (T, C). A code out of range is an error: it would silently be a code of another codebook, or a special id."""
     codes = np.asarray(codes_tc, dtype=np.int64)
     if codes.ndim != 2 or codes.shape[1] != layout.codebooks:
         raise UserError(f"codes of shape {codes.shape} are not (frames, {layout.codebooks}).")
@@ -76,12 +78,12 @@ def code_ids(codes_tc: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def flatten(codes_tc: np.ndarray, layout: Layout) -> np.ndarray:
-    """Ids in the order of the sequence: all codebooks of frame 0, then of frame 1, ..."""
+    """Ids in sequence order: all codebooks of frame 0, then of frame 1, ..."""
     return code_ids(codes_tc, layout).reshape(-1)
 
 
 def unflatten(ids: np.ndarray, layout: Layout) -> np.ndarray:
-    """Codes (T, C) out of a flat stream of code ids; an id that is not its codebook's is an error."""
+    """Codes (T, C) from a flat stream of code ids; an id of the wrong codebook is an error."""
     ids = np.asarray(ids, dtype=np.int64)
     if len(ids) % layout.codebooks:
         raise UserError(f"{len(ids)} ids are not whole frames of {layout.codebooks} codebooks.")
@@ -90,7 +92,7 @@ def unflatten(ids: np.ndarray, layout: Layout) -> np.ndarray:
     if len(wrong):
         frame, codebook = wrong[0]
         raise UserError(
-            f"id {ids.reshape(codes.shape)[frame, codebook]} at frame {frame} is no code of codebook {codebook}."
+            f"id {ids.reshape(codes.shape)[frame, codebook]} at frame {frame} is not a code of codebook {codebook}."
         )
     return codes
 
@@ -98,8 +100,8 @@ def unflatten(ids: np.ndarray, layout: Layout) -> np.ndarray:
 def music(codes_tc: np.ndarray, layout: Layout, final: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Input ids (P, channels), their codebook (P, channels; C stands for A_BOS and A_EOS) and labels (P, C).
 
-    The label of a position is what comes next: this is the only shift. A position knows the codebook that it
-    predicts by its column in the labels.
+    Labels are already shifted: a position's label is the next id, in the column of its codebook. `final`: the codes
+    reach the true end of the clip.
     """
     frames, c = len(codes_tc), layout.codebooks
     ids = code_ids(codes_tc, layout)

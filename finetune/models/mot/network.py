@@ -1,12 +1,12 @@
 """Llama with modality-untied music experts: text tokens pass through Llama's frozen weights, music tokens through
-their own, and all of them meet in one causal attention.
+their own, and all of them share one causal attention.
 
-Llama itself stays the transformers module `llama`, untouched; everything new is beside it, so "the adapter" is every
-parameter whose name does not begin with `llama.`. Routing is gather -> expert -> scatter. Both experts are called on
-every rank in every layer, with an empty slice if need be: a rank that skipped one would hang ZeRO-3 and corrupt
-ZeRO-2's buckets. The route is an argument, never state of a module: recomputation must see the right one.
+Llama itself stays the unchanged transformers module `llama`, so "the adapter" is every parameter whose name does not
+begin with `llama.`. Routing is gather -> expert -> scatter. Both experts are called on every rank in every layer, with
+an empty slice if need be: a rank that skipped one would hang ZeRO-3 and corrupt ZeRO-2's buckets. The route is an
+argument, never state of a module: gradient checkpointing must recompute with the route of its own batch.
 
-Shapes: B clips, L positions, H width, N chosen positions, C codebooks.
+Shapes: B clips, L positions, H width, N selected positions, C codebooks.
 """
 
 import functools
@@ -31,13 +31,13 @@ from transformers.models.llama.modeling_llama import (
 from common.loss import IGNORE, rows_loss
 from models.mot.layout import Layout
 
-NEW_ROW_SCALE = 0.1  # of the standard deviation of Llama's own rows
+NEW_ROW_SCALE = 0.1  # times the standard deviation of Llama's own rows
 
 # ---- routing ---------------------------------------------------------------------------------------------------
 
 
 class Route(NamedTuple):
-    """Where the tokens of each kind are in the flattened batch. Padding is in neither."""
+    """Indices of the text and of the music tokens in the flattened batch. Padding is in neither."""
 
     text: torch.Tensor
     audio: torch.Tensor
@@ -50,7 +50,7 @@ def route_of(input_ids, mask, vocab: int) -> Route:
 
 
 def routed(x, route: Route, text, audio):
-    """x (B, L, ...) through `text` or `audio`, position by position; padding becomes 0."""
+    """x (B, L, ...) through `text` or `audio`, whichever each position is; padding becomes 0."""
     flat = x.flatten(0, 1)
     text_out = text(flat.index_select(0, route.text))
     audio_out = audio(flat.index_select(0, route.audio))
@@ -60,18 +60,18 @@ def routed(x, route: Route, text, audio):
     return out.view(*x.shape[:2], -1)
 
 
-# ---- what is new -----------------------------------------------------------------------------------------------
+# ---- the new modules -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Expert:
-    """What the music experts are; goes into adapter_config.json, so that a reload needs no donor."""
+    """What the music experts are made of; written to adapter_config.json, so that reloading needs no MusicGen."""
 
     kind: str  # musicgen, musicgen_absorbed, llama or random
-    width: int  # the donor's, Hm
+    width: int  # of the donor (MusicGen)
     ffn: int
     activation: str = "gelu"
-    gate: str = "scalar"  # or channel
+    gain: str = "scalar"  # or channel
     layer_map: tuple[int, ...] = ()  # donor layer of each Llama layer
 
 
@@ -83,23 +83,23 @@ class MusicGenExpert(nn.Module):
         inner = hidden if expert.kind == "musicgen_absorbed" else expert.width
         projected = inner != hidden
         self.proj_in = nn.Linear(hidden, inner, bias=False) if projected else None
-        # Absorbed projections leave no place for the norm between them: Llama's own does its work.
+        # Absorbed projections leave no place for the norm between them: only Llama's own is applied.
         self.norm = None if expert.kind == "musicgen_absorbed" else nn.LayerNorm(inner)
         self.fc1 = nn.Linear(inner, expert.ffn, bias=False)
         self.fc2 = nn.Linear(expert.ffn, inner, bias=False)
         self.proj_out = nn.Linear(inner, hidden, bias=False) if projected else None
-        self.gate = nn.Parameter(torch.ones(hidden if expert.gate == "channel" else 1))
+        self.gain = nn.Parameter(torch.ones(hidden if expert.gain == "channel" else 1))
         self.activation = ACT2FN[expert.activation]
 
     def forward(self, x_nh):
         for module in (self.proj_in, self.norm):
             x_nh = module(x_nh) if module is not None else x_nh
         x_nh = self.fc2(self.activation(self.fc1(x_nh)))
-        return self.gate * (self.proj_out(x_nh) if self.proj_out is not None else x_nh)
+        return self.gain * (self.proj_out(x_nh) if self.proj_out is not None else x_nh)
 
 
 class AudioAttention(nn.Module):
-    """Music's own projections of the shared attention."""
+    """The projections of the shared attention, for music tokens."""
 
     def __init__(self, llama_config):
         super().__init__()
@@ -113,7 +113,7 @@ class AudioAttention(nn.Module):
 
 
 class AudioLayer(nn.Module):
-    """What one Llama layer has of its own for music; None is shared with the text."""
+    """The weights of one Llama layer that music does not share with text; None where it does."""
 
     def __init__(self, llama_config, expert: Expert, untie: str):
         super().__init__()
@@ -122,21 +122,21 @@ class AudioLayer(nn.Module):
         norm = functools.partial(LlamaRMSNorm, llama_config.hidden_size, llama_config.rms_norm_eps)
         self.input_norm = norm() if untie != "ffn" else None
         self.post_norm = norm() if untie != "ffn" else None
-        self.attn = AudioAttention(llama_config) if untie == "full" else None
+        self.attn = AudioAttention(llama_config) if untie == "all" else None
 
 
 class AudioHead(nn.Module):
-    """Rows of the music ids, and the loss over them. It reads weights only inside forward, where ZeRO-3 gathers them.
+    """Output rows of the music ids, and the loss over them. Only forward reads weights: there ZeRO-3 gathers them.
 
-    The loss is over the rows of the codebook that is due (and A_EOS where codebook 0 is): constrained decoding
-    supplies the rest. `text_head` given: over all text and music rows, as an ordinary language model's.
+    The classes of a softmax are the rows of the predicted codebook (and A_EOS for codebook 0), because generation only
+    ever chooses among these. With `text_head` they are all text and music rows, as in an ordinary language model.
     """
 
     def __init__(self, layout: Layout, hidden: int, text_head: nn.Parameter | None = None):
         super().__init__()
         self.layout = layout
         self.weight = nn.Parameter(torch.empty(layout.rows, hidden))
-        self.text = text_head  # the same parameter as Llama's, registered here so that ZeRO-3 gathers it too
+        self.text = text_head  # Llama's own parameter, registered here too so that ZeRO-3 gathers it
 
     def _classes(self, codebook: int):
         first = self.layout.first(codebook) - self.layout.vocab
@@ -144,10 +144,16 @@ class AudioHead(nn.Module):
         return torch.cat([rows, self.weight[-1:]]) if codebook == 0 else rows
 
     def forward(self, hidden_nh, labels_nc=None, weights_c=None, codebook: int | None = None):
-        """Logits of one codebook (the last is A_EOS for codebook 0), or weighted loss and sums, counts (2, C)."""
+        """With `codebook`: its logits; the last one of codebook 0 is A_EOS.
+
+        With labels: the weighted loss sum, and per codebook the unweighted sum and the number of targets, (2, C).
+        Weights default to 1.
+        """
         if codebook is not None:
             return F.linear(hidden_nh, self._classes(codebook)).float()
-        layout, total, stats = self.layout, 0.0, []
+        layout, loss_sum, sums = self.layout, 0.0, []
+        if weights_c is None:
+            weights_c = torch.ones(layout.codebooks, device=hidden_nh.device)
         for k in range(layout.codebooks):
             rows = (labels_nc[:, k] != IGNORE).nonzero().squeeze(1)
             ids = labels_nc[rows, k]
@@ -158,12 +164,12 @@ class AudioHead(nn.Module):
                 weight, classes = self.weight, ids - layout.vocab
             weights = weights_c[k].expand(len(rows), 1)
             loss, losses = rows_loss(hidden_nh[rows], weight, classes[:, None], weights, self.text)
-            total = total + loss
-            stats.append(torch.stack([losses.sum(), torch.full_like(losses.sum(), len(rows))]))
-        return total, torch.stack(stats, dim=1)
+            loss_sum = loss_sum + loss
+            sums.append(torch.stack([losses.sum(), torch.full_like(losses.sum(), len(rows))]))
+        return loss_sum, torch.stack(sums, dim=1)
 
     def uniform_loss(self) -> float:
-        """What knowing nothing costs: the loss of a fresh head."""
+        """ln(classes): the loss of a head that has learned nothing yet."""
         return math.log(self.layout.size if self.text is None else self.layout.vocab + self.layout.rows)
 
 
@@ -182,7 +188,7 @@ class MoTLlama(nn.Module):
         self.recompute = False  # gradient checkpointing
 
     def adapter(self) -> dict[str, nn.Parameter]:
-        """Everything that is not Llama's own."""
+        """All parameters that are not Llama's own."""
         return {name: p for name, p in self.named_parameters() if not name.startswith("llama.")}
 
     # -- forward --
@@ -249,7 +255,7 @@ class MoTLlama(nn.Module):
         return x, route, causal, self.llama.model.rotary_emb(x, position_ids=positions)
 
     def forward(self, input_ids, codebooks, mask, positions=None, cache=None):
-        """Hidden states (B, L, H) after the last norm. No cache and no other state in training."""
+        """Hidden states (B, L, H) after the last norm. `cache`: for generation only."""
         x, route, causal, rope = self.prepare(input_ids, codebooks, mask, positions, cache)
         for i in range(len(self.layers)):
             if self.recompute and self.training:
@@ -259,13 +265,6 @@ class MoTLlama(nn.Module):
         return self.llama.model.norm(x)
 
     def text_logits(self, text_ids):
-        """Logits of text-only input through the routed layers: the same bits as plain Llama's."""
+        """Logits of text-only input through the routed layers: bit-identical to the original Llama's."""
         ids = text_ids[..., None].expand(*text_ids.shape, self.layout.channels)
         return self.llama.lm_head(self(ids, torch.zeros_like(ids), torch.ones_like(text_ids)))
-
-
-def mot_loss(model: MoTLlama, batch: dict, weights_c: torch.Tensor):
-    """Weighted sum of the token losses; per codebook the plain sum and the number of targets, (2, C)."""
-    hidden = model(batch["input_ids"], batch["codebooks"], batch["mask"])
-    loss, stats = model.head(hidden.flatten(0, 1), batch["labels"].flatten(0, 1), weights_c.to(hidden.device))
-    return loss, stats.detach()

@@ -1,4 +1,4 @@
-"""The exported adapter: every music tensor and a description, which reload into a fresh Llama without MusicGen."""
+"""The exported adapter: all music weights and a description. It reloads into a fresh Llama, without MusicGen."""
 
 import dataclasses
 import hashlib
@@ -18,17 +18,17 @@ from models.mot.build import load_llama
 from models.mot.layout import Layout
 from models.mot.network import AudioLayer, Expert, MoTLlama
 
-FORMAT = 1
-FACTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+FORMAT = 2
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
 
 def base_fingerprint(llama) -> str:
-    """Tells two Llamas apart whatever precision they are loaded in: sizes, and some weights as bf16.
+    """A hash of the sizes and of some weights as bf16: it tells Llamas apart, whatever precision they are loaded in.
 
-    Instruct and base models differ in the norm and the embedding rows. Every rank must call it: ZeRO-3 gathers.
+    Instruct and base models differ in the norm and in embedding rows. Every rank must call it: ZeRO-3 gathers.
     """
-    facts = {name: getattr(llama.config, name) for name in FACTS}
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    sizes = {name: getattr(llama.config, name) for name in SIZES}
+    digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode())
     embed, norm = llama.model.embed_tokens, llama.model.norm
     with gathered([embed.weight, norm.weight]), torch.no_grad():
         for weight in (embed.weight[:: max(1, len(embed.weight) // 64)], norm.weight):
@@ -40,7 +40,7 @@ def base_fingerprint(llama) -> str:
 
 
 def adapter_weights(engine, keep: bool = True) -> dict[str, torch.Tensor]:
-    """fp32 masters of what was trained, and what was copied but frozen. Every rank must call it; see full_weights."""
+    """The whole adapter in fp32: master weights, and parameters that were frozen. Every rank must call it."""
     weights = full_weights(engine, keep=keep)
     for name, parameter in engine.module.model.adapter().items():
         if not parameter.requires_grad:
@@ -51,20 +51,21 @@ def adapter_weights(engine, keep: bool = True) -> dict[str, torch.Tensor]:
 
 
 def write_adapter(final: Path, weights: dict[str, torch.Tensor], description: dict) -> None:
-    """Whole or absent. `description`: see describe()."""
+    """Writes an adapter folder, complete or not at all. `description`: see describe()."""
     from safetensors.torch import save_file
 
     broken = [name for name, value in weights.items() if not value.isfinite().all()]
     if broken:
-        raise UserError(f"{broken[0]} is not finite: nothing is exported; the checkpoints before it are intact.")
+        raise UserError(f"{broken[0]} is not finite: nothing is exported; earlier checkpoints are intact.")
     draft = final.with_name(f".{final.name}.tmp")
-    runs.fresh(draft)
+    runs.empty_folder(draft)
     save_file({name: value.contiguous() for name, value in weights.items()}, draft / "adapter_model.safetensors")
     write_json(draft / "adapter_config.json", description)
-    runs.replace(draft, final)
+    runs.replace_folder(draft, final)
 
 
 def describe(model: MoTLlama, base: str, fingerprint: str, tokens: dict, training: dict) -> dict:
+    """What adapter_config.json holds. `tokens`: the info of the dataset; `training`: flags worth keeping."""
     layout = model.layout
     return {
         "format": FORMAT,
@@ -90,21 +91,23 @@ def read_description(folder: Path) -> dict:
         description = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         known = description["kind"] == "llama-mot" and description["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder} holds no readable adapter_config.json of llama_mot.py.") from None
+        raise UserError(f"{folder} has no readable adapter_config.json of llama_mot.py.") from None
     if not known:
-        raise UserError(f"{folder} is of another kind or format ({description['kind']}, {description['format']}).")
+        raise UserError(
+            f"{folder} holds an adapter of another kind or format ({description['kind']}, {description['format']})."
+        )
     return description
 
 
 def load_adapter(folder: Path, base: str | None, dtype: torch.dtype, llama=None) -> tuple[MoTLlama, dict]:
-    """A fresh Llama with the adapter, and the adapter's description; needs no MusicGen. Another base is refused."""
+    """Llama with the adapter, and the adapter's description. A base that it was not trained on is refused."""
     description = read_description(folder)
     base = base or description["base_model_name_or_path"]
     llama = llama or load_llama(base, dtype)
-    found = base_fingerprint(llama)
-    if found != description["base_fingerprint"]:
+    fingerprint = base_fingerprint(llama)
+    if fingerprint != description["base_fingerprint"]:
         raise UserError(
-            f"--model {base} is not the Llama that {folder} was trained on (fingerprint {found}, adapter"
+            f"--model {base} is not the Llama that {folder} was trained on (fingerprint {fingerprint}, adapter"
             f" {description['base_fingerprint']}, trained on {description['base_model_name_or_path']})."
         )
     expert = Expert(**description["expert"] | {"layer_map": tuple(description["expert"]["layer_map"])})
@@ -117,7 +120,7 @@ def load_adapter(folder: Path, base: str | None, dtype: torch.dtype, llama=None)
 
 
 def fill_adapter(model: MoTLlama, folder: Path) -> None:
-    """Copies an exported adapter into a model: exactly its names, exactly their shapes."""
+    """Copies an exported adapter into a model; names and shapes must be exactly the model's."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -137,7 +140,7 @@ def fill_adapter(model: MoTLlama, folder: Path) -> None:
             parameter.copy_(weights[name])
 
 
-# ---- checkpoints of the origin -----------------------------------------------------------------------------------
+# ---- checkpoints of the first MoT trainer ----------------------------------------------------------------------
 
 LEGACY = {
     r"(?:model\.)?layers\.(\d+)\.feed_forward\.local_experts\.\d+\.down_proj\.weight": "layers.{}.ffn.proj_in.weight",
@@ -146,15 +149,18 @@ LEGACY = {
 
 
 def fill_legacy(model: MoTLlama, file: Path) -> None:
-    """A .pt of the first MoT trainer: projections and the code rows of its head; embeddings were never saved there."""
+    """Copies a .pt of the first MoT trainer into a model: projections and the code rows of its head.
+
+    That trainer never saved the code embeddings, and its experts had no gain.
+    """
     if model.layout.ids != "shared":
         raise UserError(f"--adapter {file} has shared ids: add --ids shared.")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)["adapter_state_dict"]
         items = list(state.items())
-    except Exception as error:  # whatever torch trips over
-        raise UserError(f"--adapter {file} is no plain checkpoint ({type(error).__name__}); nothing was run.") from None
-    adapter, used = model.adapter(), 0
+    except Exception as error:  # torch raises many kinds
+        raise UserError(f"--adapter {file} is not a plain torch checkpoint ({type(error).__name__}).") from None
+    adapter = model.adapter()
     for name, value in items:
         match = next((m for m in ((re.fullmatch(p, name), t) for p, t in LEGACY.items()) if m[0]), None)
         if name.removeprefix("model.") == "output.weight":
@@ -162,7 +168,7 @@ def fill_legacy(model: MoTLlama, file: Path) -> None:
         elif match:
             target = match[1].format(match[0][1])
         else:
-            raise UserError(f"--adapter {file} holds {name}, which this model has no place for.")
+            raise UserError(f"--adapter {file} holds {name}, for which this model has no place.")
         if target not in adapter:
             raise UserError(
                 f"--adapter {file}: {name} has no place: the experts need projections (--experts musicgen)."
@@ -173,17 +179,17 @@ def fill_legacy(model: MoTLlama, file: Path) -> None:
             if place.shape != value.shape:
                 raise UserError(f"--adapter {file}: {name} has shape {tuple(value.shape)}, not {tuple(place.shape)}.")
             place.copy_(value)
-        used += 1
-    say(f"took {used}/{len(items)} tensors of {file}; it holds no embeddings of the codes: those start anew")
+    say(f"loaded all {len(items)} tensors from {file}; it holds no code embeddings: those start from random values")
 
 
-# ---- merged tables -----------------------------------------------------------------------------------------------
+# ---- merged tables ---------------------------------------------------------------------------------------------
 
 
 def merge_tables(model: MoTLlama, out: Path) -> None:
-    """A plain Llama folder whose two tables end with the music rows, for tools that only need ids and embeddings.
+    """Writes a plain Llama folder whose embedding and output tables end with the music rows, for tools that only need
+    ids and embeddings.
 
-    It does not compute as the trained model: music tokens would pass through the text's layers.
+    It does not compute what the trained model does: music tokens would pass through the text's layers.
     """
     from transformers import LlamaForCausalLM
 
@@ -198,11 +204,11 @@ def merge_tables(model: MoTLlama, out: Path) -> None:
         state[name] = torch.cat([old, new, old.new_zeros(rows - len(old) - len(new), old.shape[1])])
     merged.load_state_dict(state)
     draft = out.with_name(f".{out.name}.tmp")
-    runs.fresh(draft)
+    runs.empty_folder(draft)
     merged.save_pretrained(draft)
     note = {
         "needs": "finetune/models/mot/network.py",
-        "why": "music tokens have their own layers, not in here",
+        "why": "music tokens have their own layers, which are not in this folder",
     }
     write_json(draft / "mot_tables.json", note | {"layout": dataclasses.asdict(layout)})
     draft.rename(out)

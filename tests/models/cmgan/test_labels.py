@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from cmgan import discriminator_loss
 from common.keyed_random import generator
 from common.pairs import PairDataset
 from common.scorer import Scorer
 from models.cmgan import signal, watch
-from models.cmgan.labels import Labelled, Labels, discriminator_loss, valid_counts
+from models.cmgan.labels import Labelled, Labels, valid_counts
 from models.cmgan.network import Discriminator
 
 
@@ -42,7 +43,7 @@ def estimate(sounds):
 
 
 def part(estimate, rows) -> signal.Estimate:
-    pair = signal.Pair(*(t[rows] for t in (estimate.pair.noisy, estimate.pair.clean, estimate.pair.scale)))
+    pair = signal.Normalised(*(t[rows] for t in vars(estimate.normalised).values()))
     return signal.Estimate(estimate.spec[rows], estimate.wave[rows], pair, estimate.clean_spec[rows])
 
 
@@ -50,19 +51,19 @@ def test_a_silent_sound_is_masked_and_the_others_keep_their_own_labels(estimate,
     from pesq import pesq
 
     some = part(estimate, [0, 5, 15])
-    some.pair.clean[1] = 0
+    some.normalised.clean[1] = 0
     labels = Labels(scorer, False, 0, 0)
     made = labels.collect(0, labels.submit(0, some, ["a", "b", "c"]))
     assert made.valid[0].tolist() == [1, 0, 1] and made.missing == ["b: NoUtterancesError"]
     for i in (0, 2):
-        value = pesq(16000, some.pair.clean[i].numpy(), some.wave[i].numpy(), "wb")
+        value = pesq(16000, some.normalised.clean[i].numpy(), some.wave[i].numpy(), "wb")
         assert float(made.labels[0][i]) == pytest.approx(min(1, max(0, (value - 1) / 3.5)), abs=1e-5)
     assert float(made.labels[0][0]) != float(made.labels[0][2])
     torch.manual_seed(0)
     judge = Discriminator(2).eval()
     counts = valid_counts([made])
     assert counts == [2.0]
-    loss = discriminator_loss(judge, (made, 3.0, counts))
+    loss = discriminator_loss(judge, (made, 3.0, counts)).loss_sum
     with torch.no_grad():
         opinions, of_clean = judge(made.clean, made.others[0]), judge(made.clean, made.clean)
     wanted = ((of_clean - 1) ** 2).mean() + ((opinions[[0, 2]] - made.labels[0][[0, 2]]) ** 2).mean()
@@ -77,7 +78,7 @@ def test_without_any_label_there_is_still_a_graph_and_a_finite_loss(estimate):
         signal.magnitude(some.clean_spec), [signal.magnitude(some.spec)], [torch.zeros(2)], [torch.zeros(2)]
     )
     judge = Discriminator(2)
-    loss = discriminator_loss(judge, (nothing, 2.0, valid_counts([nothing])))
+    loss = discriminator_loss(judge, (nothing, 2.0, valid_counts([nothing]))).loss_sum
     loss.backward()
     assert math.isfinite(float(loss)) and judge.layers[0].weight_orig.grad.any()
 
@@ -99,7 +100,7 @@ def learn(estimate, pesq, policy: str) -> dict[str, float]:
             continue
         batch = Labelled(clean[rows], [other[rows]], [labels], [valid])
         torch.manual_seed(step)
-        loss = discriminator_loss(judge, (batch, 4.0, valid_counts([batch])))
+        loss = discriminator_loss(judge, (batch, 4.0, valid_counts([batch]))).loss_sum
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -112,7 +113,7 @@ def learn(estimate, pesq, policy: str) -> dict[str, float]:
 def test_mutation_averaged_labels_and_skipped_batches_teach_less(estimate, scorer):
     from common.scorer import collect
 
-    pesq, _ = collect(scorer.pesq(estimate.pair.clean.numpy(), estimate.wave.numpy()))
+    pesq, _ = collect(scorer.pesq(estimate.normalised.clean.numpy(), estimate.wave.numpy()))
     assert np.isfinite(pesq).all() and pesq.max() - pesq.min() > 2
     own, averaged, skipped = (learn(estimate, pesq, policy) for policy in ("own", "averaged", "skipped"))
     assert own["d_mae"] < 0.8 * averaged["d_mae"], (own, averaged)
@@ -143,5 +144,5 @@ def test_an_estimate_that_was_not_finite_costs_no_later_step(estimate, scorer):
     broken.wave = torch.full_like(broken.wave, float("nan"))
     labels.collect(0, labels.submit(0, broken, ["a"]))
     later = labels.collect(1, labels.submit(0, part(estimate, [1]), ["b"]))
-    loss = discriminator_loss(Discriminator(4), (later, 1.0, valid_counts([later])))
+    loss = discriminator_loss(Discriminator(4), (later, 1.0, valid_counts([later]))).loss_sum
     assert len(later.past) == 1 and bool(loss.isfinite()) and valid_counts([later]) == [1.0]

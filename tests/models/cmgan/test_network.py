@@ -1,5 +1,6 @@
 """CMGAN's networks against a plain computation from their weights, and under the published names."""
 
+import json
 import pickle
 
 import pytest
@@ -9,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.config import UserError
-from common.runtime import Ranks
-from models.cmgan import network as cmgan
-from models.cmgan import weights as cmgan_files
-from models.cmgan.network import Discriminator, StepBatchNorm, TSCNet, settle_statistics
+from common.runtime import Process
+from models.cmgan import network
+from models.cmgan import weights as weights_module
+from models.cmgan.network import Discriminator, StepBatchNorm, TSCNet, update_batch_norm
 
-ONE = Ranks(0, 1, torch.device("cpu"))
+ONE = Process(0, 1, torch.device("cpu"))
 
 
 def generator(channels=8, dropout=0.0) -> TSCNet:
@@ -147,7 +148,7 @@ def test_attention_does_not_depend_on_its_chunks(monkeypatch):
     model, x = generator(8).eval(), torch.randn(1, 2, 40, 201)
     with torch.no_grad():
         whole = model(x)
-        monkeypatch.setattr(cmgan, "CHUNK_LOGITS", 1)
+        monkeypatch.setattr(network, "CHUNK_LOGITS", 1)
         assert torch.allclose(model(x), whole, atol=1e-6)
 
 
@@ -198,7 +199,7 @@ def test_the_discriminator_equals_torchs_spectral_norm_under_old_and_new_names(w
     plain.eval()
     weights = {f"module.layers.{name}": value for name, value in plain.state_dict().items()}
     weights["module.layers.18.slope"] = torch.tensor([1.7])
-    judge = cmgan_files.build_discriminator(weights, "here").eval()
+    judge = weights_module.build_discriminator(weights, "here").eval()
     with torch.no_grad():
         expected = torch.sigmoid(1.7 * plain(torch.cat([x, y], 1)))[:, 0]
         assert torch.allclose(judge(x, y), expected, atol=1e-6)
@@ -235,7 +236,7 @@ def test_checkpointing_changes_neither_gradients_nor_statistics():
         model = generator(8, dropout=0.2).train()
         model.set_compute(checkpointing, False)
         grads = gradients(model, x)
-        settle_statistics(model, ONE, True)
+        update_batch_norm(model, ONE, True)
         found.append((grads, {name: value.clone() for name, value in model.named_buffers()}))
     (plain, buffers), (saved, buffers_saved) = found
     assert all(torch.allclose(plain[name], saved[name], atol=1e-7) for name in plain)
@@ -248,18 +249,18 @@ def test_the_statistics_of_one_batch_are_batch_norms_and_of_two_their_mean():
     mine, plain = StepBatchNorm(5).train(), nn.BatchNorm1d(5).train()
     x = torch.randn(7, 5, 11) * 3 + 1
     assert torch.allclose(mine(x), plain(x), atol=1e-6)
-    settle_statistics(mine, ONE, True)
+    update_batch_norm(mine, ONE, True)
     for name, value in plain.state_dict().items():
         assert torch.allclose(mine.state_dict()[name].float(), value.float(), atol=1e-6), name
     y = torch.randn(7, 5, 11) - 2
     before = mine.running_mean.clone()
     for batch in (x, y):
         mine(batch)
-    settle_statistics(mine, ONE, True)
+    update_batch_norm(mine, ONE, True)
     expected = 0.9 * before + 0.1 * (x.mean((0, 2)) + y.mean((0, 2))) / 2
     assert torch.allclose(mine.running_mean, expected, atol=1e-6) and int(mine.num_batches_tracked) == 2
     mine(y * float("nan"))
-    settle_statistics(mine, ONE, apply=False)
+    update_batch_norm(mine, ONE, apply=False)
     assert torch.allclose(mine.running_mean, expected, atol=1e-6)
 
 
@@ -301,21 +302,21 @@ def test_a_published_checkpoint_loads_strictly_whatever_its_form(form, tmp_path)
     if form == "module":
         weights = {f"module.{name}": value for name, value in weights.items()}
     save_file(weights, path) if form.endswith("safetensors") else torch.save(weights, path)
-    loaded, judge = cmgan_files.load_networks(str(path))
+    loaded, judge = weights_module.load_networks(str(path))
     x = torch.randn(1, 2, 9, 201)
     assert judge is None and torch.equal(loaded.eval()(x), model(x))
 
 
 def test_an_export_comes_back_with_its_discriminator_and_as_the_bare_published_form(tmp_path):
     model, judge = generator(8).eval(), Discriminator(4).eval()
-    cmgan_files.write_export(tmp_path, model.state_dict(), judge.state_dict(), {"step": 7})
+    weights_module.write_export(tmp_path, model.state_dict(), judge.state_dict(), {"step": 7})
     x, y = torch.randn(1, 2, 9, 201), torch.rand(1, 1, 201, 40)
     for place in (tmp_path, tmp_path / "export"):
-        loaded, other = cmgan_files.load_networks(str(place))
+        loaded, other = weights_module.load_networks(str(place))
         assert torch.equal(loaded.eval()(x), model(x)) and torch.equal(other.eval()(y, y), judge(y, y))
     bare = torch.load(tmp_path / "export" / "generator.pt", weights_only=True)
     assert TSCNet(8).load_state_dict(bare, strict=True) and len(bare) == 359
-    assert cmgan_files.read_facts(tmp_path / "export")["channels"] == 8
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["channels"] == 8
 
 
 class Payload:
@@ -341,7 +342,7 @@ def test_what_is_no_cmgan_is_refused_in_one_sentence(harm, tmp_path):
     elif harm != "nothing":
         torch.save(weights, path)
     with pytest.raises(UserError, match="--model") as error:
-        cmgan_files.load_networks(str(path))
+        weights_module.load_networks(str(path))
     assert "\n" not in str(error.value) and not (tmp_path / "owned").exists()
     if harm == "missing":
         assert "TSCB_2.time_conformer.post_norm.bias" in str(error.value)

@@ -5,15 +5,17 @@ import pytest
 import torch
 from scipy import stats
 
+from cmgan import loss_terms
 from common.config import UserError
 from common.pairs import PairDataset
-from common.runtime import Ranks
+from common.runtime import Process
 from common.scorer import Scorer
-from models.cmgan import signal, watch
+from models.cmgan import watch
 from models.cmgan.network import Discriminator, TSCNet
 
-ONE = Ranks(0, 1, torch.device("cpu"))
-FINE = {"gain": 1.0, "ssnr": 9.0, **{f"grad_share_{name}": 0.25 for name in signal.TERMS}}
+ONE = Process(0, 1, torch.device("cpu"))
+TERMS = ("ri", "mag", "time", "gan")
+FINE = {"gain": 1.0, "ssnr": 9.0, **{f"grad_share_{name}": 0.25 for name in TERMS}}
 NOISY = {"ssnr": 2.0, "pesq": 2.0}
 
 
@@ -56,8 +58,8 @@ def test_the_seeds_collapse_raises_the_alarm_and_honest_training_does_not():
         ({"gain": 0.85}, "warning: the output's level is 0.85"),
         ({"gain": 1.2}, "warning: the output's level is 1.20"),
         ({"ssnr": 1.1}, "segmental SNR 1.10 dB is below the noisy input's 2.00"),
-        ({"grad_share_time": 0.97, "grad_share_ri": 0.0}, "97.0% of the gradient is the time term's"),
-        ({"grad_share_gan": 0.001}, "only 0.10% of the gradient is the GAN term's"),
+        ({"grad_share_time": 0.97, "grad_share_ri": 0.0}, "97.0% of the gradient comes from the time term"),
+        ({"grad_share_gan": 0.001}, "only 0.10% of the gradient comes from the GAN term"),
     ],
 )
 def test_what_should_make_someone_look(change, words):
@@ -67,27 +69,27 @@ def test_what_should_make_someone_look(change, words):
 
 
 def test_an_estimate_scaled_by_0_4_trips_the_gain_alarm():
-    from common import speech_metrics as speech
+    from common import speech_metrics
 
     clean = np.random.default_rng(0).normal(size=16000)
-    gain = speech.gain(clean, 0.4 * clean)
+    gain = speech_metrics.gain(clean, 0.4 * clean)
     assert watch.alarms(FINE | {"gain": gain}, NOISY, [], 1.0)[0].startswith("alarm")
 
 
 def test_the_gate_opens_ramps_and_closes():
-    gate = watch.Gate(True, 0.8, 0.6, 4)
+    gate = watch.GanRamp(True, 0.8, 0.6, 4)
     levels = []
     for correlation in (0.1, 0.79, 0.85, 0.7, 0.7, 0.7, 0.7, 0.59, 0.7, 0.7, 0.7, 0.7, 0.8):
-        message = gate.look(correlation)
+        message = gate.observe(correlation)
         gate.advance()
         levels.append(gate.level)
         assert bool(message) == (correlation in (0.85, 0.59, 0.8))
     assert levels == [0, 0, 0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0.25]
-    again = watch.Gate(True, 0.8, 0.6, 4)
+    again = watch.GanRamp(True, 0.8, 0.6, 4)
     again.restore(gate.state())
     assert (again.open, again.level) == (True, 0.25)
-    unused = watch.Gate(False, 0.8, 0.6, 4)
-    assert unused.look(0.0) is None and unused.level == 1.0
+    unused = watch.GanRamp(False, 0.8, 0.6, 4)
+    assert unused.observe(0.0) is None and unused.level == 1.0
     unused.advance()
     assert unused.level == 1.0
 
@@ -97,13 +99,16 @@ def test_shares_add_up_and_a_zeroed_weight_has_none():
     g, d = TSCNet(4), Discriminator(2)
     clean = 0.1 * torch.randn(2, 4000)
     noisy = clean + 0.02 * torch.randn(2, 4000)
+
+    def shares(weights) -> dict:
+        return watch.term_shares(g, d, loss_terms, dict(zip(TERMS, weights, strict=True)), noisy, clean)
+
     for weights in ([0.1, 0.9, 0.2, 0.05], [0.1, 0.9, 0.2, 0.0]):
-        found = watch.term_shares(g, d, noisy, clean, weights)
+        found = shares(weights)
         for kind in ("share_", "grad_share_"):
-            assert sum(found[kind + name] for name in signal.TERMS) == pytest.approx(1)
+            assert sum(found[kind + name] for name in TERMS) == pytest.approx(1)
             assert (found[kind + "gan"] == 0) == (weights[3] == 0)
-    doubled = watch.term_shares(g, d, noisy, clean, [0.2, 1.8, 0.4, 0.1])
-    assert doubled == pytest.approx(watch.term_shares(g, d, noisy, clean, [0.1, 0.9, 0.2, 0.05]))
+    assert shares([0.2, 1.8, 0.4, 0.1]) == pytest.approx(shares([0.1, 0.9, 0.2, 0.05]))
     assert g.training and d.training
 
 
@@ -141,7 +146,7 @@ def test_ranks_with_unequal_networks_are_found(monkeypatch):
     mine, other = TSCNet(4), TSCNet(4)
     other.load_state_dict(mine.state_dict())
     of_two = [mine, other]
-    monkeypatch.setattr(watch, "gather_names", lambda *_: [watch.fingerprint(model) for model in of_two])
+    monkeypatch.setattr(watch, "gather_lists", lambda *_: [watch.fingerprint(model) for model in of_two])
     watch.require_equal(ONE, mine)
     next(value for name, value in other.state_dict().items() if "running_mean" in name)[0] += 1e-6
     with pytest.raises(AssertionError, match="the ranks' networks differ"):

@@ -85,7 +85,7 @@ def make_clips(tmp_path, layout):
             for f in sorted(folder.glob("*.arrow"))
         ]
         (folder / "dataset.json").write_text(json.dumps(DAC | {"files": files} | (info or {})))
-        config = Config(**({"uncond": 0.0} | flags))
+        config = Config(**({"text_dropout": 0.0} | flags))
         return Clips(TokenDataset(str(folder)), layout, config, tag_map or {}, train)
 
     return make

@@ -22,7 +22,7 @@ RATE = 44100 / 512
 def label_weight(clips, batch):
     """Sum of the token weights of a batch, counted label by label."""
     labels = batch["labels"].numpy()
-    weight = (labels != IGNORE) * clips.weights
+    weight = (labels != IGNORE) * clips.channel_weights
     return (weight * np.where(labels == 1024, clips.config.eos_weight, 1.0)).sum()
 
 
@@ -125,7 +125,7 @@ def test_a_window_without_a_frame_is_refused(make_clips, random_codes, seconds):
 
 
 def test_the_first_channel_can_count_four_times(make_clips, random_codes):
-    assert make_clips(random_codes(3), channel_weights="first4x").weights.tolist() == [4] + [1] * 8
+    assert make_clips(random_codes(3), channel_weights="first4x").channel_weights.tolist() == [4] + [1] * 8
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------
@@ -221,10 +221,10 @@ def test_a_code_out_of_range_never_reaches_the_model(make_clips, random_codes, c
 
 def test_warnings_name_what_is_probably_not_meant(make_clips, random_codes, capsys):
     texts = ["[S2] a", "[S1] a [S1] b", "[S1] a [S2] b [S1] c", "no tag"]
-    make_clips(random_codes(3, 3, 3, 3), texts, uncond=0.0).warn()
+    make_clips(random_codes(3, 3, 3, 3), texts, text_dropout=0.0).warn()
     said = capsys.readouterr().out
-    assert "in 2 texts the speakers" in said and "--uncond 0" in said
-    make_clips(random_codes(3), ["[S1] a"], uncond=0.1).warn()
+    assert "in 2 texts the speakers" in said and "--text-dropout 0" in said
+    make_clips(random_codes(3), ["[S1] a"], text_dropout=0.1).warn()
     assert capsys.readouterr().out == ""
 
 
@@ -233,31 +233,31 @@ def test_warnings_name_what_is_probably_not_meant(make_clips, random_codes, caps
 
 def test_speech_without_a_speaker_gets_the_first(make_clips, random_codes):
     clips = make_clips(random_codes(3, 3), ["hello", "[S2] hello"])
-    assert bytes(clips.text(0, 0, 0)) == b"\x01 hello" and bytes(clips.text(1, 0, 0)) == b"\x02 hello"
+    assert bytes(clips.text(0, 0)) == b"\x01 hello" and bytes(clips.text(1, 0)) == b"\x02 hello"
     tags = make_clips(random_codes(3), ["piano"], text_mode="tags")
-    assert bytes(tags.text(0, 0, 0)) == b"piano"
+    assert bytes(tags.text(0, 0)) == b"piano"
 
 
 def test_tags_are_augmented_in_training_only(make_clips, random_codes):
     prompt = "calm, piano, 90 bpm, night"
     flags = {"text_mode": "tags", "tag_dropout": 0.3, "tag_limit": 3}
     train, evaluation = (make_clips(random_codes(3), [prompt], train=t, **flags) for t in (True, False))
-    assert {bytes(evaluation.text(0, e, e)).decode() for e in range(20)} == {prompt}
-    seen = {bytes(train.text(0, e, 0)).decode() for e in range(40)}
+    assert {bytes(evaluation.text(0, e)).decode() for e in range(20)} == {prompt}
+    seen = {bytes(train.text(0, e)).decode() for e in range(40)}
     assert len(seen) > 10 and max(len(s.split(", ")) for s in seen) == 3
-    assert bytes(train.text(0, 5, 0)) == bytes(train.text(0, 5, 99)), "keyed by clip and epoch, not by step"
+    assert bytes(train.text(0, 5)) == bytes(train.text(0, 5)), "keyed by clip and epoch"
     speech = make_clips(random_codes(3), [prompt], **flags | {"text_mode": "speech"})
-    assert bytes(speech.text(0, 3, 0)).decode() == "\x01 " + prompt
+    assert bytes(speech.text(0, 3)).decode() == "\x01 " + prompt
 
 
 # ---- unconditional rows ----------------------------------------------------------------------------------------
 
 
-def rows_without_text(clips, epoch, step=0, group=50):
+def rows_without_text(clips, epoch, group=50):
     """Ids of the clips whose text is all zero; also checks that their mask is the conditional one."""
     found = set()
     for first in range(0, len(clips), group):
-        batch = clips.batch(range(first, min(first + group, len(clips))), epoch, step)
+        batch = clips.batch(range(first, min(first + group, len(clips))), epoch)
         for name, ids, mask in zip(batch["ids"], batch["input_ids"], batch["attention_mask"], strict=True):
             if not ids.any():
                 found.add(name)
@@ -267,7 +267,7 @@ def rows_without_text(clips, epoch, step=0, group=50):
 
 
 def many(make_clips, count=2000, **flags):
-    return make_clips([np.zeros((1, 9), np.int16)] * count, **{"uncond": 0.15} | flags)
+    return make_clips([np.zeros((1, 9), np.int16)] * count, **{"text_dropout": 0.15} | flags)
 
 
 def test_the_share_of_rows_without_text_is_as_asked(make_clips):
@@ -277,24 +277,23 @@ def test_the_share_of_rows_without_text_is_as_asked(make_clips):
     assert rows_without_text(clips, 0) != rows_without_text(clips, 1)
 
 
-def test_the_decision_belongs_to_the_clip_not_to_batch_step_or_global_generators(make_clips):
+def test_the_decision_belongs_to_the_clip_not_to_batch_or_global_generators(make_clips):
     clips = many(make_clips, 300)
-    expected = rows_without_text(clips, 0, step=0, group=50)
+    expected = rows_without_text(clips, 0, group=50)
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
-    assert rows_without_text(clips, 0, step=77, group=7) == expected
+    assert rows_without_text(clips, 0, group=7) == expected
     assert rows_without_text(many(make_clips, 300, seed=1), 0) != expected
 
 
 def _rank_rows(clips, rank, queue):
     random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
-    mine = clips.batch(range(rank, 300, 2), 3, 10)
+    mine = clips.batch(range(rank, 300, 2), 3)
     queue.put([name for name, ids in zip(mine["ids"], mine["input_ids"], strict=True) if not ids.any()])
 
 
-@pytest.mark.parametrize("scope", ["sample", "step"])
-def test_two_processes_with_other_global_generators_decide_alike(make_clips, scope):
-    clips = many(make_clips, 300, uncond_scope=scope)
-    alone = rows_without_text(clips, 3, 10)
+def test_two_processes_with_other_global_generators_decide_alike(make_clips):
+    clips = many(make_clips, 300)
+    alone = rows_without_text(clips, 3)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     processes = [context.Process(target=_rank_rows, args=(clips, rank, queue)) for rank in (0, 1)]
@@ -304,16 +303,9 @@ def test_two_processes_with_other_global_generators_decide_alike(make_clips, sco
     assert found == alone
 
 
-def test_the_step_scope_decides_for_all_clips_of_a_step(make_clips):
-    clips = many(make_clips, 20, uncond_scope="step")
-    counts = [len(rows_without_text(clips, epoch=step // 7, step=step)) for step in range(1000)]
-    assert set(counts) == {0, 20}
-    assert abs(counts.count(20) / 1000 - 0.15) < 3 * (0.15 * 0.85 / 1000) ** 0.5
-
-
 def test_evaluation_always_has_its_text(make_clips):
-    assert not rows_without_text(many(make_clips, 100, uncond=1.0, train=False), 0)
-    assert len(rows_without_text(many(make_clips, 100, uncond=1.0), 0)) == 100
+    assert not rows_without_text(many(make_clips, 100, text_dropout=1.0, train=False), 0)
+    assert len(rows_without_text(many(make_clips, 100, text_dropout=1.0), 0)) == 100
 
 
 def test_the_mask_comes_from_lengths_not_from_ids():

@@ -1,5 +1,6 @@
-"""Loss, evaluation, speaking and loading on a tiny Dia."""
+"""Loss (of both recipes), evaluation, generation and loading on a tiny Dia."""
 
+import importlib
 import math
 
 import numpy as np
@@ -7,17 +8,23 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import dia_full
 from common.config import UserError
 from common.lora import base_model
-from common.loss import IGNORE, fuse_head
-from common.runtime import Ranks
-from models.dia.evaluate import dia_loss, evaluate
+from common.loss import IGNORE, loss_head
+from common.runtime import Process
+from models.dia.evaluate import token_metrics
 from models.dia.generate import speak
 from models.dia.layout import text_bytes
 from models.dia.weights import load_dia
 
-ONE_RANK = Ranks(0, 1, torch.device("cpu"))
-EQUAL = torch.ones(9)
+ONE_RANK = Process(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(params=["dia_lora", "dia_full"])
+def compute_loss(request):
+    """Each recipe has its own copy, which people edit: both must be right as shipped."""
+    return importlib.import_module(request.param).compute_loss
 
 
 def hf_output(model, batch, labels=True):
@@ -37,29 +44,33 @@ def hf_logits(model, batch):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_loss_sum_over_count_is_the_models_own_loss(tiny_dia, make_clips, random_codes, fused):
-    model, batch = tiny_dia(), make_clips(random_codes(12, 5, 30)).batch([0, 1, 2])
+def test_loss_sum_over_count_is_the_models_own_loss(tiny_dia, make_clips, random_codes, compute_loss, fused):
+    model, clips = tiny_dia(), make_clips(random_codes(12, 5, 30))
+    batch = clips.batch([0, 1, 2])
     expected = float(hf_output(model, batch).loss)
     if fused:
-        fuse_head(model.logits_dense)
-    loss, stats = dia_loss(model, batch, EQUAL, 1.0, 1024)
+        model.logits_dense = loss_head(model.logits_dense)
+    loss, parts, _ = compute_loss(model, batch, clips)
     count = (batch["labels"] != IGNORE).sum()
-    assert float(loss / count) == pytest.approx(expected, rel=1e-6)
-    assert stats[1].tolist() == [13 + 6 + 31] * 9 and float(stats[0].sum()) == pytest.approx(float(loss), rel=1e-6)
+    assert float(loss / count) == pytest.approx(expected, rel=1e-6) and clips.target_weight([0, 1, 2], 0) == count
+    assert list(parts) == [f"channel_{c}" for c in range(9)]
+    sums, counts = torch.stack(list(parts.values())).T
+    assert counts.tolist() == [13 + 6 + 31] * 9 and float(sums.sum()) == pytest.approx(float(loss), rel=1e-6)
 
 
-def test_every_gradient_is_that_of_the_models_own_loss(tiny_dia, make_clips, random_codes):
-    batch = make_clips(random_codes(12, 5)).batch([0, 1])
+def test_every_gradient_is_that_of_the_models_own_loss(tiny_dia, make_clips, random_codes, compute_loss):
+    clips = make_clips(random_codes(12, 5))
+    batch = clips.batch([0, 1])
     count = float((batch["labels"] != IGNORE).sum())
     theirs, ours = tiny_dia(), tiny_dia()
     hf_output(theirs, batch).loss.backward()
-    fuse_head(ours.logits_dense)
-    (dia_loss(ours, batch, EQUAL, 1.0, 1024)[0] / count).backward()
+    ours.logits_dense = loss_head(ours.logits_dense)
+    (compute_loss(ours, batch, clips).loss_sum / count).backward()
     for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         assert (a.grad - b.grad).abs().max() <= 1e-5 * a.grad.abs().max() + 1e-9, name
 
 
-def test_channel_and_end_weights_weigh_single_tokens(tiny_dia, make_clips, random_codes):
+def test_channel_and_end_weights_weigh_single_tokens(tiny_dia, make_clips, random_codes, compute_loss):
     clips = make_clips(random_codes(12, 5), channel_weights="first4x", eos_weight=3.0)
     model, batch = tiny_dia(), clips.batch([0, 1])
     labels = batch["labels"]
@@ -68,15 +79,15 @@ def test_channel_and_end_weights_weigh_single_tokens(tiny_dia, make_clips, rando
     )
     weights = torch.tensor([4.0] + [1.0] * 8) * torch.where(labels == 1024, 3.0, 1.0)
     expected = float((losses.view_as(labels) * weights).sum())
-    fuse_head(model.logits_dense)
-    loss, _ = dia_loss(model, batch, torch.tensor(clips.weights, dtype=torch.float32), 3.0, 1024)
-    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    model.logits_dense = loss_head(model.logits_dense)
+    assert float(compute_loss(model, batch, clips).loss_sum) == pytest.approx(expected, rel=1e-5)
+    assert clips.target_weight([0, 1], 0) == pytest.approx(float((weights * (labels != IGNORE)).sum()))
 
 
-def test_a_clip_has_the_same_loss_alone_and_padded_in_company(tiny_dia, make_clips, random_codes):
+def test_a_clip_has_the_same_loss_alone_and_padded_in_company(tiny_dia, make_clips, random_codes, compute_loss):
     model, clips = tiny_dia(), make_clips(random_codes(12, 5, 30), ["[S1] a", "[S1] a longer text", "[S1] abc"])
-    alone = sum(float(dia_loss(model, clips.batch([i]), EQUAL, 1.0, 1024)[0]) for i in range(3))
-    together = float(dia_loss(model, clips.batch([0, 1, 2]), EQUAL, 1.0, 1024)[0])
+    alone = sum(float(compute_loss(model, clips.batch([i]), clips).loss_sum) for i in range(3))
+    together = float(compute_loss(model, clips.batch([0, 1, 2]), clips).loss_sum)
     assert together == pytest.approx(alone, rel=1e-5)
 
 
@@ -86,7 +97,7 @@ def test_a_clip_has_the_same_loss_alone_and_padded_in_company(tiny_dia, make_cli
 def test_training_rows_without_text_are_what_generation_compares_with(tiny_dia, make_clips, random_codes):
     """generate() hands the encoder [text; zeros] with the text's mask repeated."""
     model, seen = tiny_dia(), []
-    clips = make_clips(random_codes(4), ["[S1] hello"], uncond=1.0)
+    clips = make_clips(random_codes(4), ["[S1] hello"], text_dropout=1.0)
     hook = model.model.encoder.register_forward_pre_hook(lambda m, a, kw: seen.append(kw), with_kwargs=True)
     speak(model, [text_bytes("[S1] hello", {}, "x")], 4, seed=0, guidance_scale=3.0)
     hook.remove()
@@ -104,7 +115,7 @@ def test_evaluation_equals_sums_over_the_models_own_logits(tiny_dia, make_clips,
     model = tiny_dia()
     with torch.no_grad():  # let EOS win sometimes, so that recall and false alarm have something to count
         model.logits_dense.weight[1024] *= 6
-    found = evaluate(model, clips, ONE_RANK, lambda batch: batch)
+    found = token_metrics(model, clips, ONE_RANK)
     total = muted = correct = count = eos_loss = hits = alarms = frames = 0
     channel = np.zeros(9)
     for i in range(4):
@@ -141,11 +152,11 @@ def test_evaluation_equals_sums_over_the_models_own_logits(tiny_dia, make_clips,
 
 
 def test_evaluation_does_not_depend_on_the_batches_and_leaves_the_mode(tiny_dia, make_clips, random_codes):
-    model, clips = tiny_dia(), make_clips(random_codes(12, 5, 30, 7), train=False, uncond=1.0)
+    model, clips = tiny_dia(), make_clips(random_codes(12, 5, 30, 7), train=False, text_dropout=1.0)
     model.train()
     found = []
     for clips.config.micro_tokens in (46, 8192):  # a clip a batch, and all in one
-        found.append(evaluate(model, clips, ONE_RANK, lambda b: b))
+        found.append(token_metrics(model, clips, ONE_RANK))
     one, other = found
     assert one == pytest.approx(other, rel=1e-5, abs=1e-6) and model.training
 
@@ -251,15 +262,15 @@ def test_damaged_or_missing_weights_are_a_sentence(tiny_dia, tmp_path):
 # ---- memorise and regenerate -----------------------------------------------------------------------------------
 
 
-def memorise(model, batch, steps):
-    fuse_head(model.logits_dense)
+def memorise(model, batch, clips, steps):
+    model.logits_dense = loss_head(model.logits_dense)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.95), weight_decay=0.0)
     count = float((batch["labels"] != IGNORE).sum())
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 8e-3 * min(1, (step + 1) / 10) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        loss = dia_loss(model, batch, EQUAL, 1.0, 1024)[0] / count
+        loss = dia_full.compute_loss(model, batch, clips).loss_sum / count
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -271,8 +282,8 @@ def test_memorised_clips_are_spoken_exactly_with_their_ends(tiny_dia, make_clips
     codes, texts = random_codes(24, 19), ["[S1] bada gumi.", "[S1] lono [S2] sike."]
     clips = make_clips(codes, texts)
     model = tiny_dia()
-    loss = memorise(model, clips.batch([0, 1]), 150)
-    spoken = speak(model, [clips.text(i, 0, 0) for i in (0, 1)], 40, seed=0)
+    loss = memorise(model, clips.batch([0, 1]), clips, 150)
+    spoken = speak(model, [clips.text(i, 0) for i in (0, 1)], 40, seed=0)
     for (found, ended), expected in zip(spoken, codes, strict=True):
         assert ended and found.shape == expected.shape, f"stopped at {len(found)}, not {len(expected)}; loss {loss}"
         assert np.array_equal(found, expected)
@@ -287,8 +298,8 @@ def test_without_the_delayed_tail_in_the_labels_the_ends_are_lost(tiny_dia, make
         batch["labels"][row, len(clip) + 1 :] = IGNORE
         batch["labels"][row, len(clip)] = 1024
     model = tiny_dia()
-    memorise(model, batch, 150)
-    spoken = speak(model, [clips.text(i, 0, 0) for i in (0, 1)], 40, seed=0)
+    memorise(model, batch, clips, 150)
+    spoken = speak(model, [clips.text(i, 0) for i in (0, 1)], 40, seed=0)
     for (found, _), expected in zip(spoken, codes, strict=True):
         frames = min(len(found), len(expected))
         right = (found[:frames] == expected[:frames]).mean(0)

@@ -83,7 +83,7 @@ def test_a_stereo_checkpoint_loads_as_it_is(mono, tmp_path):
 
 def convert(*words) -> str:
     done = subprocess.run(
-        [support.PYTHON, support.ROOT / "finetune" / "dia_convert.py", *map(str, words)],
+        [support.PYTHON, support.ROOT / "finetune" / "infer" / "dia_convert.py", *map(str, words)],
         env=support.environment(),
         capture_output=True,
         text=True,

@@ -9,13 +9,13 @@ import torch
 
 from common import speech_metrics as speech
 from common.config import UserError
-from models.diffusion_buffer import diagnose as doctor
+from helpers.diffusion_buffer_support import overfit, pair, speechlike
 from models.diffusion_buffer import signal
-from models.diffusion_buffer import weights as buffer_files
-from models.diffusion_buffer.diagnose import Oracle, Passing, awake, measure_latency, pair
-from models.diffusion_buffer.enhance import Buffer, Stream, Traced, enhance, enhance_at, enhance_folder
+from models.diffusion_buffer.diagnose import Oracle, PassThrough, measure_latency, randomised
+from models.diffusion_buffer.enhance import Buffer, Stream, Traced, enhance, enhance_at, enhance_folder, enhance_run
 from models.diffusion_buffer.network import NCSNpp, build_network
 from models.diffusion_buffer.signal import Spec
+from models.diffusion_buffer.weights import load_network, write_export
 
 PAPER = Spec()
 SMALL = Spec(width=8, n_fft=126, hop=64, frames=16, buffer=8)
@@ -63,7 +63,7 @@ def test_no_noise_at_temperature_zero():
 @pytest.mark.parametrize("loss", ["dp", "dsm"])
 def test_output_does_not_depend_on_the_chunks(network, loss):
     torch.manual_seed(0)
-    net = awake(build_network(network, 8, 16)).eval()
+    net = randomised(build_network(network, 8, 16)).eval()
     spec = dataclasses.replace(SMALL, network=network, block=16, loss=loss)
     noisy, _ = pair(0.15)
     outputs = []
@@ -77,7 +77,7 @@ def test_output_does_not_depend_on_the_chunks(network, loss):
 
 def test_one_pass_gives_what_a_stream_of_each_delay_gives():
     torch.manual_seed(0)
-    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.2)
+    net, (noisy, _) = randomised(NCSNpp(8)).eval(), pair(0.2)
     for delay, wave in zip((1, 3, 8), enhance_at(net, noisy, SMALL, [1, 3, 8], seed=5), strict=True):
         assert np.array_equal(wave, enhance(net, noisy, SMALL, delay=delay, seed=5))
 
@@ -86,18 +86,18 @@ def test_one_pass_gives_what_a_stream_of_each_delay_gives():
 def test_a_traced_network_streams_the_same_bits(network):
     torch.manual_seed(0)
     spec = dataclasses.replace(SMALL, network=network, block=16)
-    net, (noisy, _) = awake(build_network(network, 8, 16)).eval(), pair(0.2)
+    net, (noisy, _) = randomised(build_network(network, 8, 16)).eval(), pair(0.2)
     assert np.array_equal(enhance(Traced(net, spec), noisy, spec, delay=3), enhance(net, noisy, spec, delay=3))
 
 
 def test_a_tracked_level_makes_the_stream_indifferent_to_how_loud_it_is():
     torch.manual_seed(0)
-    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.3)
+    net, (noisy, _) = randomised(NCSNpp(8)).eval(), pair(0.3)
     for level, same in (("track", True), ("none", False)):
         spec = dataclasses.replace(SMALL, level=level)
         soft, loud = (enhance(net, noisy * gain, spec) for gain in (1, 4))  # a power of two: the same digits
         assert (np.abs(loud - 4 * soft).max() < 1e-4 * np.abs(soft).max()) == same
-    made = enhance(Passing(), noisy, dataclasses.replace(SMALL, level="track"))
+    made = enhance(PassThrough(), noisy, dataclasses.replace(SMALL, level="track"))
     assert np.abs(made - noisy).max() < 1e-5  # what went in comes out at its own level
 
 
@@ -116,37 +116,13 @@ class Watching:
         return self.said[-1]
 
 
-@pytest.mark.parametrize("refresh", [False, True])
-def test_the_context_is_what_was_given_out_or_what_is_thought_of_it_now(refresh):
+def test_the_context_is_what_was_given_out():
     network = Watching()
-    buffer = Buffer(network, SMALL, refresh=refresh)
+    buffer = Buffer(network, SMALL)
     outs = [buffer.push(torch.randn(SMALL.bins) + 0j) for _ in range(20)]
     context = network.shown[19][:, :8]  # 8 of context, 8 in the buffer
     assert torch.equal(context[:, -1], outs[18][:, 0])  # the newest of the context has just left the buffer
-    now, then = network.said[18][0][:, 1:9], torch.stack([out[:, 0] for out in outs[11:19]], dim=1)
-    assert torch.equal(context, now if refresh else then)
-    with pytest.raises(UserError, match="--refresh-context needs a model of clean speech"):
-        Buffer(network, dataclasses.replace(SMALL, loss="dsm"), refresh=True)
-
-
-def test_empty_places_are_drawn_anew_until_the_buffer_is_full():
-    shown = {}
-    for redraw in (False, True):
-        torch.manual_seed(0)
-        network = Watching()
-        buffer = Buffer(network, PAPER, redraw=redraw)
-        for _ in range(24):
-            buffer.push(torch.zeros(PAPER.bins) + 0j)
-        shown[redraw] = [x[:, -20:] for x in network.shown]
-    sigma = buffer.sigma
-    for n in range(19):  # at frame n, 19 - n places have seen no frame
-        empty = 19 - n
-        assert shown[True][n][:, :empty].abs().square().mean(0).sqrt() / sigma[:empty] == pytest.approx(1, abs=0.25)
-        assert not torch.equal(shown[True][n][:, :empty], shown[False][n][:, :empty])
-        assert torch.equal(shown[True][n][:, -1], shown[False][n][:, -1])  # the newest is as without it
-    assert shown[True][0][:, :18].mean().abs() < 0.01 and not torch.equal(shown[True][0], shown[True][1])
-    for n in range(19, 24):
-        assert torch.equal(shown[True][n][:, n - 24 :], shown[False][n][:, n - 24 :])
+    assert torch.equal(context, torch.stack([out[:, 0] for out in outs[11:19]], dim=1))
 
 
 @pytest.mark.parametrize("delay", [1, 2, 5, 20])
@@ -156,7 +132,7 @@ def test_an_impulse_takes_as_long_as_is_printed(delay):
 
 
 def test_no_sample_takes_longer_than_is_printed():
-    stream, given, worst = Stream(Passing(), SMALL, 3), 0, 0
+    stream, given, worst = Stream(PassThrough(), SMALL, 3), 0, 0
     for i in range(2000):
         made = stream.push(np.zeros(1))
         if len(made):
@@ -170,7 +146,7 @@ def test_nothing_given_out_depends_on_what_comes_later():
         torch.manual_seed(0)
         spec = dataclasses.replace(SMALL, loss=loss)
         frames = torch.randn(SMALL.bins, 20, dtype=torch.complex64, requires_grad=True)
-        buffer, outs = Buffer(awake(NCSNpp(8)), spec), []
+        buffer, outs = Buffer(randomised(NCSNpp(8)), spec), []
         for i in range(20):
             outs.append(buffer.push(frames[:, i])[:, 0])
         (slope,) = torch.autograd.grad(outs[12].abs().square().sum(), frames)
@@ -180,8 +156,8 @@ def test_nothing_given_out_depends_on_what_comes_later():
 
 @pytest.mark.parametrize("length", [15999, 16000, 16001, 16255, 16256, 16257, 1, 200])
 def test_as_many_samples_come_out_as_went_in(length):
-    wave = doctor.speechlike(1.1)[:length]
-    made = enhance(Passing(), wave, PAPER)
+    wave = speechlike(1.1)[:length]
+    made = enhance(PassThrough(), wave, PAPER)
     assert len(made) == length and np.abs(made - wave).max() < 1e-5
 
 
@@ -194,7 +170,7 @@ def test_the_last_frames_are_denoised_too():
 def test_the_work_a_frame_does_not_grow_with_the_clip():
     calls = []
 
-    class Counting(Passing):
+    class Counting(PassThrough):
         def __call__(self, x, y, times, scale):
             calls.append(x.shape)
             return y
@@ -210,16 +186,16 @@ def test_the_work_a_frame_does_not_grow_with_the_clip():
 
 def test_impossible_delays_are_refused():
     with pytest.raises(UserError, match="--delay 9 is more than the buffer's 8"):
-        Stream(Passing(), SMALL, delay=9)
+        Stream(PassThrough(), SMALL, delay=9)
     with pytest.raises(UserError, match="--loss dsm has its only clean frame at --delay 8"):
-        Stream(Passing(), dataclasses.replace(SMALL, loss="dsm"), delay=2)
+        Stream(PassThrough(), dataclasses.replace(SMALL, loss="dsm"), delay=2)
 
 
 def test_one_clip_by_heart_gains_8_decibels_when_streamed():
     """DP learned by a narrow network; tests/bench/bench_diffusion_buffer_overfit.py is the long one."""
     spec = Spec(width=8, n_fft=510, hop=256, frames=16, buffer=8, t_max=0.8)
     noisy, clean = pair(1.0, 0.0)
-    network, losses = doctor.overfit(spec, noisy, clean, steps=150)
+    network, losses = overfit(spec, noisy, clean, steps=150)
     made = enhance(network.eval(), noisy, spec)
     assert losses[-1] < losses[0] / 3
     assert si_sdr(clean, made) - si_sdr(clean, noisy) > 8
@@ -230,7 +206,7 @@ def test_block_causal_learns_where_neighbouring_bins_agree():
     losses = {}
     for phase in ("start", "middle"):
         spec = Spec(network="block_causal", block=16, width=8, frames=16, buffer=8, t_max=0.8, phase=phase)
-        losses[phase] = np.mean(doctor.overfit(spec, *pair(1.0, 0.0), steps=70, lr=3e-3)[1][-10:])
+        losses[phase] = np.mean(overfit(spec, *pair(1.0, 0.0), steps=70, lr=3e-3)[1][-10:])
     assert losses["middle"] < 0.8 * losses["start"], losses
 
 
@@ -252,7 +228,7 @@ def test_a_broken_sample_is_a_click_and_no_end():
     noisy, clean = pair(0.5)
     broken = noisy.copy()
     broken[1000:1003] = np.nan, np.inf, -np.inf
-    made, whole = (enhance(awake(NCSNpp(8)).eval(), wave, SMALL) for wave in (broken, noisy))
+    made, whole = (enhance(randomised(NCSNpp(8)).eval(), wave, SMALL) for wave in (broken, noisy))
     assert np.isfinite(made).all() and np.abs(made).max() < 2 * np.abs(whole).max()
 
 
@@ -261,9 +237,9 @@ def test_a_broken_sample_is_a_click_and_no_end():
 
 def test_an_exported_network_streams_the_same_from_its_folder_alone(tmp_path):
     torch.manual_seed(0)
-    net, (noisy, _) = awake(NCSNpp(8)).eval(), pair(0.2)
-    buffer_files.write_export(tmp_path, net, SMALL, {"best": -3.0, "loss": 0.1})  # facts never replace the spec
-    again, spec = buffer_files.load_network(str(tmp_path / "export"))
+    net, (noisy, _) = randomised(NCSNpp(8)).eval(), pair(0.2)
+    write_export(tmp_path, net, SMALL, {"best": -3.0, "loss": 0.1})  # facts never replace the spec
+    again, spec = load_network(str(tmp_path / "export"))
     assert spec == SMALL and np.array_equal(enhance(net, noisy, SMALL), enhance(again.eval(), noisy, spec))
 
 
@@ -271,11 +247,22 @@ def test_a_folder_is_enhanced_file_by_file(tmp_path, capsys):
     (tmp_path / "in" / "sub").mkdir(parents=True)
     noisy, _ = pair(0.3)
     soundfile.write(tmp_path / "in" / "sub" / "a.flac", noisy, 16000)
-    enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2)
+    enhance_folder(PassThrough(), SMALL, tmp_path / "in", tmp_path / "out", 2)
     made, rate = soundfile.read(tmp_path / "out" / "sub" / "a.wav", dtype="float32")
     assert rate == 16000 and len(made) == len(noisy) and np.abs(made - noisy).max() < 1e-4
     printed = capsys.readouterr().out
     assert "latency at --delay 2: 11.9 ms" in printed and "real-time factor" in printed
     soundfile.write(tmp_path / "in" / "stereo.wav", np.zeros((100, 2)), 16000)
     with pytest.raises(UserError, match="stereo.wav has 16000 Hz, 2 channel"):
-        enhance_folder(Passing(), SMALL, tmp_path / "in", tmp_path / "out", 2)
+        enhance_folder(PassThrough(), SMALL, tmp_path / "in", tmp_path / "out", 2)
+
+
+def test_an_exported_run_enhances_a_folder(tmp_path):
+    torch.manual_seed(0)
+    net, (noisy, _) = randomised(NCSNpp(8)).eval(), pair(0.2)
+    write_export(tmp_path / "run", net, SMALL, {})
+    (tmp_path / "in").mkdir()
+    soundfile.write(tmp_path / "in" / "a.wav", noisy, 16000, subtype="FLOAT")
+    enhance_run(str(tmp_path / "run"), tmp_path / "in", tmp_path / "out", delay=3, temperature=0.5, seed=2)
+    made, _ = soundfile.read(tmp_path / "out" / "a.wav", dtype="float32")
+    assert np.array_equal(made, enhance(net, noisy, SMALL, delay=3, temperature=0.5, seed=2))

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from common.config import UserError
-from models.diffusion_buffer import weights as buffer_files
-from models.diffusion_buffer.diagnose import awake
+from models.diffusion_buffer.diagnose import randomised
 from models.diffusion_buffer.network import BlockCausal, NCSNpp, build_network, conv, fir_down, fir_up
 from models.diffusion_buffer.signal import Spec
+from models.diffusion_buffer.weights import import_lightning, load_network, write_export
 
 
 def trained(network) -> int:
@@ -74,7 +74,7 @@ def run(network, x, y, t):
 @pytest.mark.parametrize("frames", [40, 61])
 def test_a_block_causal_frame_sees_as_many_later_frames_as_there_are(block, frames):
     torch.manual_seed(0)
-    network = awake(BlockCausal(8, block))
+    network = randomised(BlockCausal(8, block))
     y = torch.randn(1, 16, frames, dtype=torch.complex64)
     x = torch.randn(1, 16, frames, dtype=torch.complex64, requires_grad=True)
     out = run(network, x, y, torch.rand(1, frames))
@@ -89,7 +89,7 @@ def test_a_block_causal_frame_sees_as_many_later_frames_as_there_are(block, fram
 
 def test_everything_reaches_the_first_network_and_its_times_too():
     torch.manual_seed(0)
-    network = awake(NCSNpp(8))
+    network = randomised(NCSNpp(8))
     x, y = (torch.randn(1, 16, 16, dtype=torch.complex64, requires_grad=True) for _ in range(2))
     t = torch.rand(1, 16, requires_grad=True)
     out = run(network, x, y, t)
@@ -99,7 +99,7 @@ def test_everything_reaches_the_first_network_and_its_times_too():
 
 def test_no_weight_is_without_gradient():
     torch.manual_seed(0)
-    for network in (awake(NCSNpp(8)), awake(BlockCausal(8, 16))):
+    for network in (randomised(NCSNpp(8)), randomised(BlockCausal(8, 16))):
         x = torch.randn(2, 16, 16, dtype=torch.complex64)
         times = network.embed(torch.rand(2, 16))
         network(x, x.flip(0), times, torch.ones(2, 16)).abs().square().sum().backward()
@@ -128,14 +128,14 @@ SMALL = Spec(width=8, n_fft=30, hop=16, frames=16, buffer=4)
 def test_a_lightning_checkpoint_gives_its_average(tmp_path, network, prefix):
     spec = dataclasses.replace(SMALL, network=network, block=32)
     source = build_network(network, 8, 32)
-    plain = buffer_files.import_lightning(lightning(source, tmp_path / "a.ckpt", prefix=prefix), spec)
+    plain = import_lightning(lightning(source, tmp_path / "a.ckpt", prefix=prefix), spec)
     assert all(torch.equal(v, source.state_dict()[k]) for k, v in plain.state_dict().items())
     for parameters in (list(source.parameters()), [p for p in source.parameters() if p.requires_grad]):
         average = [torch.full_like(p, 0.5) for p in parameters]
-        found = buffer_files.import_lightning(lightning(source, tmp_path / "b.ckpt", average, prefix), spec)
+        found = import_lightning(lightning(source, tmp_path / "b.ckpt", average, prefix), spec)
         assert all(bool((p == 0.5).all()) for p in found.parameters() if p.requires_grad)
-    with pytest.raises(UserError, match="average has 3 tensors"):
-        buffer_files.import_lightning(lightning(source, tmp_path / "c.ckpt", average[:3], prefix), spec)
+    with pytest.raises(UserError, match="EMA has 3 tensors"):
+        import_lightning(lightning(source, tmp_path / "c.ckpt", average[:3], prefix), spec)
 
 
 def test_the_official_buffers_without_meaning_are_left_out(tmp_path):
@@ -144,40 +144,40 @@ def test_the_official_buffers_without_meaning_are_left_out(tmp_path):
     weights["dnn.out_layers.0.counts"], weights["dnn.out_layers.0.inv_div"] = torch.ones(1, 1, 16), torch.tensor(0.25)
     torch.save({"state_dict": weights}, tmp_path / "a.ckpt")
     spec = dataclasses.replace(SMALL, network="block_causal", block=16)
-    buffer_files.import_lightning(tmp_path / "a.ckpt", spec)
+    import_lightning(tmp_path / "a.ckpt", spec)
 
 
 def test_foreign_checkpoints_are_refused_by_name(tmp_path):
     torch.save({"state_dict": {"dnn.all_modules.4.Dense_0.weight": torch.ones(2)}}, tmp_path / "bbed.ckpt")
-    with pytest.raises(UserError, match="bbed.ckpt embeds one time a sample"):
-        buffer_files.load_network(str(tmp_path / "bbed.ckpt"), SMALL)
+    with pytest.raises(UserError, match="bbed.ckpt embeds one diffusion time per sound"):
+        load_network(str(tmp_path / "bbed.ckpt"), SMALL)
     lightning(NCSNpp(16), tmp_path / "wide.ckpt")
     with pytest.raises(UserError, match=r"--width 8 \(it has 16\)"):
-        buffer_files.load_network(str(tmp_path / "wide.ckpt"), SMALL)
+        load_network(str(tmp_path / "wide.ckpt"), SMALL)
 
     class Payload:
         def __reduce__(self):
             return (open, (str(tmp_path / "ran"), "w"))
 
     torch.save({"state_dict": Payload()}, tmp_path / "evil.ckpt")
-    with pytest.raises(UserError, match="no plain checkpoint"):
-        buffer_files.load_network(str(tmp_path / "evil.ckpt"), SMALL)
+    with pytest.raises(UserError, match="not a plain checkpoint"):
+        load_network(str(tmp_path / "evil.ckpt"), SMALL)
     lightning(NCSNpp(8), tmp_path / "hidden.ckpt")
     hidden = torch.load(tmp_path / "hidden.ckpt", weights_only=False)
     torch.save(hidden | {"hyper_parameters": {"x": Payload()}}, tmp_path / "hidden.ckpt")
-    buffer_files.load_network(str(tmp_path / "hidden.ckpt"), SMALL)  # loads, and nothing in it has run
+    load_network(str(tmp_path / "hidden.ckpt"), SMALL)  # loads, and nothing in it has run
     assert not (tmp_path / "ran").exists()
     torch.save([torch.ones(2)], tmp_path / "list.ckpt")
     with pytest.raises(UserError, match="holds a list, not named weights"):
-        buffer_files.load_network(str(tmp_path / "list.ckpt"), SMALL)
+        load_network(str(tmp_path / "list.ckpt"), SMALL)
     with pytest.raises(UserError, match=r"--phase middle \(it has start\)"):
-        buffer_files.load_network(str(tmp_path / "hidden.ckpt"), dataclasses.replace(SMALL, phase="middle"))
+        load_network(str(tmp_path / "hidden.ckpt"), dataclasses.replace(SMALL, phase="middle"))
 
 
 def test_an_export_knows_its_settings_and_refuses_others(tmp_path):
-    buffer_files.write_export(tmp_path, NCSNpp(8), SMALL, {"step": 1})
-    network, spec = buffer_files.load_network(str(tmp_path))
+    write_export(tmp_path, NCSNpp(8), SMALL, {"step": 1})
+    network, spec = load_network(str(tmp_path))
     assert spec == SMALL
     other = dataclasses.replace(SMALL, sde_c=0.52, hop=15)
     with pytest.raises(UserError, match=r"--hop 15 \(it has 16\), --sde-c 0.52 \(it has 0.08\)"):
-        buffer_files.load_network(str(tmp_path), other)
+        load_network(str(tmp_path), other)

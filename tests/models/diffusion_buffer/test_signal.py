@@ -10,9 +10,11 @@ import torch
 
 import diffusion_buffer as recipe
 from common.config import UserError
-from models.diffusion_buffer import diagnose as doctor
+from diffusion_buffer import compute_loss
+from helpers.diffusion_buffer_support import batch_of, pair
 from models.diffusion_buffer import signal
-from models.diffusion_buffer.data import Windows, buffer_size, cut
+from models.diffusion_buffer.data import Clips, buffer_size, cut
+from models.diffusion_buffer.diagnose import clips_of
 from models.diffusion_buffer.network import NCSNpp
 from models.diffusion_buffer.signal import Spec
 
@@ -37,18 +39,6 @@ def test_sigma_is_the_golden_table(c):
         assert values.max() == pytest.approx(0.2117, abs=1e-4) and grid[values.argmax()] == pytest.approx(
             0.713, abs=2e-3
         )
-
-
-@pytest.mark.parametrize("name", [n for n in doctor.CHECKS if n not in ("repeatable", "silence", "speed")])
-def test_what_the_doctor_checks_holds(name):
-    fine, numbers = doctor.CHECKS[name](SPEC)
-    assert fine, numbers
-
-
-def test_the_doctor_sees_a_wrong_sigma(monkeypatch):
-    right = signal.sigma
-    monkeypatch.setattr(signal, "sigma", lambda spec, t: right(spec, t) * math.sqrt(spec.sde_c))  # g = c k^t
-    assert not doctor.check_sigma(SPEC)[0] and not doctor.check_simulation(SPEC)[0]
 
 
 def test_one_second_is_63_frames_and_they_are_those_of_torch():
@@ -96,46 +86,45 @@ def test_jittered_times_ascend_one_in_each_cell():
     assert (signal.training_times(SPEC, "grid", 0) == official).all()
 
 
-def windows(**changes) -> Windows:
-    noisy, clean = doctor.pair(1.0)
-    found = doctor.windows_of(noisy, clean, SPEC)
+def clips(**changes) -> Clips:
+    found = clips_of(*pair(1.0), SPEC)
     for name, value in changes.items():
         setattr(found.config, name, value)
     return found
 
 
 def test_a_crop_depends_on_its_key_alone():
-    one, two = windows(context_noise=0.5), windows(context_noise=0.5)
+    one, two = clips(context_noise=0.5), clips(context_noise=0.5)
     batch, again = one.batch([(3, 0), (4, 0)]), two.batch([(4, 0)])
-    for name in ("t", "sigma", "z", "noisy", "clean", "mix", "dirt"):
+    for name in ("t", "sigma", "z", "noisy", "clean", "context_mix", "context_noise"):
         assert torch.equal(batch[name][1], again[name][0])
-        assert not torch.equal(batch[name][0], batch[name][1]) or name in ("mix", "dirt")
+        assert not torch.equal(batch[name][0], batch[name][1]) or name.startswith("context_")
 
 
 def test_the_silence_before_a_clip_is_not_counted_as_heard():
-    found, silent = windows(), 0
+    found, silent = clips(), 0
     for epoch in range(20):
         wave = found.batch([(epoch, 0)])["noisy"][0].numpy()
         start = int(np.flatnonzero(wave)[0]) if wave[0] == 0 else 0
         before = sum(k * SPEC.hop + SPEC.n_fft // 2 < start for k in range(SPEC.frames))
-        assert found.heard(epoch, 0) == SPEC.frames - before
+        assert found.real_frames(epoch, 0) == SPEC.frames - before
         silent += before
     assert silent > 0
 
 
 def test_the_gain_is_the_same_on_both_sides_and_in_its_range():
-    plain = windows()
-    louder = windows(gain_low=6.0, gain_high=6.0)
+    plain = clips()
+    louder = clips(gain_low=6.0, gain_high=6.0)
     for side in ("noisy", "clean"):
         a, b = plain.batch([(0, 0)])[side], louder.batch([(0, 0)])[side]
         assert torch.allclose(b, a * 10 ** (6 / 20), rtol=1e-5)
 
 
 def test_a_context_is_corrupted_as_often_as_asked():
-    batch = windows(context_noise=0.3).batch([(i, 0) for i in range(300)])
-    dirty = batch["mix"] > 0
-    assert 0.2 < dirty.float().mean() < 0.4 and batch["mix"].max() <= 0.5
-    assert torch.equal(batch["dirt"].abs().sum((1, 2)) > 0, dirty)
+    batch = clips(context_noise=0.3).batch([(i, 0) for i in range(300)])
+    corrupted = batch["context_mix"] > 0
+    assert 0.2 < corrupted.float().mean() < 0.4 and batch["context_mix"].max() <= 0.5
+    assert torch.equal(batch["context_noise"].abs().sum((1, 2)) > 0, corrupted)
 
 
 # ---- sizes and levels ------------------------------------------------------------------------------------------
@@ -150,10 +139,10 @@ def test_a_buffer_is_drawn_by_the_step_alone_and_every_size_comes():
 
 
 def test_a_smaller_buffer_has_more_context_and_fewer_targets():
-    found = windows().batch([(0, 0), (1, 0)], 5) | {"autocast": False}
+    found = clips().batch([(0, 0), (1, 0)], 5) | {"autocast": False, "own": False}
     network = Seen(lambda x, y: x)
-    _, stats, _ = signal.batch_to_loss(network, found, SPEC)
-    assert found["t"].shape == (2, 5) and float(stats[1].sum()) == 2 * SPEC.bins * 5
+    counts = [float(part[1]) for part in compute_loss(network, found, SPEC).parts.values()]
+    assert found["t"].shape == (2, 5) and sum(counts) == 2 * SPEC.bins * 5
     assert not network.t[:, :11].any() and torch.equal(network.t[:, 11:], found["t"])
     clean, noisy = spectra_of(found)
     assert torch.allclose(network.x[..., :11], clean[..., :11], atol=1e-5)
@@ -165,7 +154,7 @@ TRACKED = dataclasses.replace(SPEC, level="track")
 
 
 def test_a_tracked_level_is_the_mean_of_what_was_heard_and_pauses_do_not_count():
-    level, factors = signal.Level(TRACKED), []
+    level, factors = signal.LoudnessTracker(TRACKED), []
     draw = np.random.default_rng(0)
     loud, soft = ([torch.from_numpy(draw.standard_normal(126).astype(np.float32)) * r for _ in range(2000)]
                   for r in (0.2, 0.02))  # fmt: skip
@@ -180,19 +169,19 @@ def test_a_tracked_level_is_the_mean_of_what_was_heard_and_pauses_do_not_count()
 
 
 def test_training_and_stream_give_a_frame_the_same_level():
-    noisy, clean = doctor.pair(1.0)
-    found = doctor.windows_of(noisy, clean, TRACKED)
-    network, level = Seen(lambda x, y: x), signal.Level(TRACKED)
+    noisy, clean = pair(1.0)
+    found = clips_of(noisy, clean, TRACKED)
+    network, level = Seen(lambda x, y: x), signal.LoudnessTracker(TRACKED)
     wave = (np.clip(noisy, -1, 1) * 32767).astype(np.int16).astype(np.float32) / 32768
     whole = signal.whole_spectrum(torch.from_numpy(wave), TRACKED, 251)
     heard = [level.push(frame) for frame in whole.T]
     scales = [np.array(([1.0] * 16 + heard[: last + 1])[-16:]) for last in range(251)]
-    batch = found.batch([(epoch, 0) for epoch in range(6)]) | {"autocast": False}
-    for scale in batch["scale"].numpy():
+    batch = found.batch([(epoch, 0) for epoch in range(6)]) | {"autocast": False, "own": False}
+    for scale in batch["loudness"].numpy():
         assert min(np.abs(scale - row).max() for row in scales) < 1e-5
-    signal.batch_to_loss(network, batch, TRACKED)
+    compute_loss(network, batch, TRACKED)
     _, spectrum = spectra_of(batch)
-    assert torch.allclose(network.y, spectrum * batch["scale"][:, None], atol=1e-5)
+    assert torch.allclose(network.y, spectrum * batch["loudness"][:, None], atol=1e-5)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------
@@ -215,7 +204,7 @@ class Seen(torch.nn.Module):
 
 
 def made_batch(count=3):
-    return doctor.batch_of(SPEC, count)
+    return batch_of(SPEC, count)
 
 
 def spectra_of(batch):
@@ -229,7 +218,7 @@ def spectra_of(batch):
 
 def test_the_network_is_shown_the_buffer_of_the_paper():
     batch, network = made_batch(), Seen(lambda x, y: x)
-    signal.batch_to_loss(network, batch, SPEC)
+    compute_loss(network, batch, SPEC)
     clean, noisy = spectra_of(batch)
     t = batch["t"][:, None]
     expected = clean.clone()
@@ -237,7 +226,7 @@ def test_the_network_is_shown_the_buffer_of_the_paper():
     assert torch.allclose(network.x, expected, atol=1e-5) and torch.allclose(network.y, noisy, atol=1e-5)
     assert not network.t[:, :8].any() and torch.equal(network.t[:, 8:], batch["t"])
     labelled = dataclasses.replace(SPEC, context_time=1.0, output_scale="time")
-    signal.batch_to_loss(network, batch, labelled)
+    compute_loss(network, batch, labelled)
     assert (network.t[:, :8] == 1).all() and torch.equal(network.scale[:, 8:], batch["t"])
 
 
@@ -249,9 +238,11 @@ def test_the_losses_are_zero_for_the_right_answer_and_known_for_a_wrong_one():
     bins = 3 * SPEC.bins * 8
     for loss, right in (("dp", clean), ("dsm", -z / std), ("dsm_unweighted", -z / std)):
         spec = dataclasses.replace(SPEC, loss=loss)
-        total, stats, _ = signal.batch_to_loss(Seen(lambda x, y, right=right: right), batch, spec)
+        total = compute_loss(Seen(lambda x, y, right=right: right), batch, spec).loss_sum
         assert float(total) / bins < 1e-9
-        total, stats, watch = signal.batch_to_loss(Seen(lambda x, y, right=right: right + 0.1), batch, spec)
+        total, parts, watch = compute_loss(Seen(lambda x, y, right=right: right + 0.1), batch, spec)
+        assert list(parts) == ["t1", "t2", "t3", "t4"]
+        stats = torch.stack(list(parts.values()), dim=1)
         off = {"dp": 0.01, "dsm": 0.01 * float(batch["sigma"].square().mean()), "dsm_unweighted": 0.01}[loss]
         assert float(total) / bins == pytest.approx(off, rel=1e-3)
         assert float(stats[0].sum()) == pytest.approx(float(total), rel=1e-5)
@@ -264,28 +255,28 @@ def test_the_losses_are_zero_for_the_right_answer_and_known_for_a_wrong_one():
 def test_an_untrained_network_has_a_dsm_loss_of_one(scale):
     spec = dataclasses.replace(SPEC, loss="dsm", output_scale=scale)
     torch.manual_seed(1)
-    _, stats, _ = signal.batch_to_loss(NCSNpp(8), made_batch(8), spec)
+    stats = torch.stack(list(compute_loss(NCSNpp(8), made_batch(8), spec).parts.values()), dim=1)
     assert float(stats[0].sum() / stats[1].sum()) == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_corrupted_context_lies_between_clean_and_noisy():
     batch, network = made_batch(2), Seen(lambda x, y: x)
-    batch["mix"], batch["dirt"] = torch.tensor([0.5, 0.0]), torch.zeros(2, SPEC.bins, 8) + 0j
-    signal.batch_to_loss(network, batch, SPEC)
+    batch["context_mix"], batch["context_noise"] = torch.tensor([0.5, 0.0]), torch.zeros(2, SPEC.bins, 8) + 0j
+    compute_loss(network, batch, SPEC)
     clean, noisy = spectra_of(batch)
     assert torch.allclose(network.x[0, :, :8], ((clean + noisy) / 2)[0, :, :8], atol=1e-5)
     assert torch.allclose(network.x[1, :, :8], clean[1, :, :8], atol=1e-5)
 
 
 def test_an_own_context_is_what_the_network_said_a_buffer_earlier():
-    found = windows(context_own=1.0).batch([(0, 0), (1, 0)], 6)
+    found = clips(context_own=1.0).batch([(0, 0), (1, 0)], 6)
     shown = []
 
     def answer(x, y):
         shown.append((x, y))
         return x * 0.5 + len(shown)
 
-    signal.batch_to_loss(Seen(answer), found | {"autocast": False, "own": True}, SPEC)
+    compute_loss(Seen(answer), found | {"autocast": False, "own": True}, SPEC)
     clean, noisy = spectra_of(found)  # 16 frames, of which 10 are context
     (early, early_noisy), (late, _) = shown
     assert not early[..., :6].any() and torch.allclose(early[..., 6:10], clean[..., :4], atol=1e-5)
@@ -296,7 +287,7 @@ def test_an_own_context_is_what_the_network_said_a_buffer_earlier():
     assert torch.allclose(late[..., :4], clean[..., :4], atol=1e-5)
     assert torch.allclose(late[..., 4:10], early[..., 10:] * 0.5 + 1, atol=1e-5)
     shown.clear()
-    signal.batch_to_loss(Seen(answer), found | {"autocast": False, "own": False}, SPEC)
+    compute_loss(Seen(answer), found | {"autocast": False, "own": False}, SPEC)
     assert len(shown) == 1 and torch.allclose(shown[0][0][..., 10:], late[..., 10:])  # the buffer is the same
 
 
@@ -313,13 +304,13 @@ def test_an_own_context_is_what_the_network_said_a_buffer_earlier():
         ({"buffer": 200}, "--buffer 200 does not fit into --frames 128 .of --hop 256"),
         ({"n_fft": 500}, "--n-fft 500 gives 251 bins"),
         ({"hop": 400}, "--hop 400 is not between"),
-        ({"width": 10}, "--width 10 is refused"),
-        ({"width": 48}, "--width 48 is refused"),  # 144 channels in 32 groups
+        ({"width": 10}, "--width 10 does not fit"),
+        ({"width": 48}, "--width 48 does not fit"),  # 144 channels in 32 groups
         ({"gain_low": 3.0, "gain_high": -3.0}, "--gain-low 3 is above --gain-high -3"),
         ({"sde_k": 1.0}, "--sde-k 1 above 1"),
         ({"buffer_low": 30}, "--buffer-low 30 is not between 4 and --buffer 20"),
         ({"buffer_low": 2}, "--buffer-low 2 is not between 4"),
-        ({"context_own": 0.5, "loss": "dsm"}, "--context-own takes estimates of clean speech"),
+        ({"context_own": 0.5, "loss": "dsm"}, "--context-own needs estimates of clean speech"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, message):
@@ -340,11 +331,11 @@ def test_clips_without_a_frame_are_refused(samples, message):
     pairs = SimpleNamespace(samples=np.array([5000, samples]), id=lambda i: f"clip{i}", folder="pairs")
     config = SimpleNamespace(pad_short=True)
     with pytest.raises(UserError, match=f"clip 'clip1' of pairs has {samples} samples.*--n-fft 510, --hop 256"):
-        Windows(pairs, np.array([0, 1]), Spec(), config)
+        Clips(pairs, np.array([0, 1]), Spec(), config)
 
 
 def test_clips_shorter_than_the_buffer_need_leave():
     pairs = SimpleNamespace(samples=np.array([5000, 1000]), id=lambda i: f"clip{i}", folder="pairs")
     with pytest.raises(UserError, match="clip1.*4 frames.*--buffer is 20.*--pad-short"):
-        Windows(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=False))
-    Windows(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=True))
+        Clips(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=False))
+    Clips(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=True))

@@ -9,10 +9,10 @@ import soundfile
 import torch
 
 from common.config import UserError
-from common.loss import fuse_head
+from common.loss import loss_head
 from common.tokens import TokenDataset
-from helpers.higgs_support import make_pairs, tokenizer_of
-from models.higgs.evaluate import higgs_loss
+from helpers.higgs_support import make_clips, stats_of, tokenizer_of
+from higgs_clone import compute_loss
 from models.higgs.layout import (
     build_row,
     check_row,
@@ -28,13 +28,13 @@ from models.higgs.weights import load_higgs, refuse_original_format
 
 
 @pytest.fixture(scope="module")
-def pairs(higgs_demo):
-    return make_pairs(higgs_demo)
+def clips(higgs_demo):
+    return make_clips(higgs_demo)
 
 
 @pytest.fixture(scope="module")
-def layout(pairs):
-    return pairs.layout
+def layout(clips):
+    return clips.layout
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,12 @@ def turn(role, text=None, audio=None) -> dict:
 # ---- against the library -----------------------------------------------------------------------------------------
 
 
-def test_a_row_is_the_processors(higgs_demo, pairs, processor):
+def test_a_row_is_the_processors(higgs_demo, clips, processor):
     """From the same wav files, through the library's codec, template, delay and placeholders."""
     clip = 3
-    i = pairs.kept[clip]
+    i = clips.kept[clip]
     lines = [json.loads(line) for line in (higgs_demo / "audio/train.jsonl").read_text().splitlines()]
-    line = next(line for line in lines if line["id"] == pairs.tokens.id(i))
+    line = next(line for line in lines if line["id"] == clips.tokens.id(i))
     target, reference = (
         soundfile.read(higgs_demo / "audio" / line[name], dtype="float32")[0] for name in ("target_audio", "ref_audio")
     )
@@ -72,7 +72,7 @@ def test_a_row_is_the_processors(higgs_demo, pairs, processor):
     expected = processor.apply_chat_template(
         chat, tokenize=True, return_dict=True, processor_kwargs={"sampling_rate": 24000, "return_tensors": "pt"}
     )
-    batch = pairs.batch([clip])
+    batch = clips.batch([clip])
     assert torch.equal(batch["input_ids"], expected["input_ids"])
     assert torch.equal(batch["audio_input_ids"], expected["audio_input_ids"])
     assert torch.equal(batch["audio_input_ids_mask"], expected["audio_input_ids_mask"].bool())
@@ -83,7 +83,7 @@ def test_a_row_is_the_processors(higgs_demo, pairs, processor):
         add_generation_prompt=True,
         processor_kwargs={"sampling_rate": 24000, "return_tensors": "pt"},
     )
-    [row] = pairs.rows([clip], answer=False)
+    [row] = clips.rows([clip], answer=False)
     assert row.ids.tolist() == prompt["input_ids"][0].tolist()
     assert np.array_equal(row.frames, prompt["audio_input_ids"][0].numpy())
 
@@ -99,48 +99,49 @@ def test_delay_is_the_processors_and_can_be_undone(layout, processor, frames):
     assert np.array_equal(undelayed(stream, layout, frames), codes)
 
 
-def test_labels_are_the_targets_codes_and_one_end_a_codebook(pairs, layout):
-    [row] = pairs.rows([5])
-    i = pairs.kept[5]
-    frames, reference = int(pairs.tokens.frames[i]), int(pairs.tokens.frames[pairs.reference[i]]) + 9
+def test_labels_are_the_targets_codes_and_one_end_a_codebook(clips, layout):
+    [row] = clips.rows([5])
+    i = clips.kept[5]
+    frames, reference = int(clips.tokens.frames[i]), int(clips.tokens.frames[clips.reference[i]]) + 9
     assert (row.labels[:reference] == -100).all() and len(row.labels) == reference + frames + 9
     for k in range(8):
         column = row.labels[reference:, k]
         where = np.flatnonzero(column != -100)
         assert where.tolist() == list(range(k + 1, k + 2 + frames))
-        assert np.array_equal(column[where[:-1]], pairs.tokens.codes(i)[:, k]) and column[where[-1]] == 1025
+        assert np.array_equal(column[where[:-1]], clips.tokens.codes(i)[:, k]) and column[where[-1]] == 1025
 
 
 @pytest.mark.parametrize("model_kind", ["audio", "text"])
 def test_loss_equals_the_models_own(higgs_demo, model_kind):
     """The head runs on a fifth of the positions; the built-in one on all of them."""
     text = model_kind == "text"
-    pairs = make_pairs(higgs_demo, text_loss=0.5 if text else 0.0)
+    clips = make_clips(higgs_demo, text_loss=0.5 if text else 0.0)
     model = load_higgs(str(higgs_demo / "model"), "", torch.float32, text_head=text).eval()
-    batch = pairs.batch([0, 4, 9])
+    batch = clips.batch([0, 4, 9])
     named = ("input_ids", "attention_mask", "audio_input_ids", "audio_input_ids_mask", "audio_labels")
     with torch.no_grad():
         own = model(**{name: batch[name] for name in named + (("labels",) if text else ())}).loss
-        loss, stats = higgs_loss(model, batch, pairs.layout, pairs.weights, pairs.config.text_loss)
+        output = compute_loss(model, batch, clips)
+    loss, stats = output.loss_sum, stats_of(output)
     assert float((stats[0] / stats[1]).sum()) == pytest.approx(float(own), abs=2e-5)
     total = stats[0, :8].sum() + (0.5 * stats[0, 8] if text else 0)
     assert float(loss) == pytest.approx(float(total), rel=1e-6)
-    expected = 8 * (pairs.tokens.frames[pairs.kept[[0, 4, 9]]].astype(int) + 1).sum() + (
+    expected = 8 * (clips.tokens.frames[clips.kept[[0, 4, 9]]].astype(int) + 1).sum() + (
         0.5 * stats[1, 8] if text else 0
     )
-    assert pairs.target_weight([0, 4, 9]) == pytest.approx(float(expected))
+    assert clips.target_weight([0, 4, 9]) == pytest.approx(float(expected))
 
 
 def test_packed_rows_equal_padded_ones_in_loss_and_gradient(higgs_demo):
     found = []
     for packing in (False, True):
-        pairs = make_pairs(higgs_demo, packing=packing, text_loss=0.3)
+        clips = make_clips(higgs_demo, packing=packing, text_loss=0.3)
         model = load_higgs(str(higgs_demo / "model"), "", torch.float32, text_head=True)
-        batch = pairs.batch([0, 1, 4, 9])
+        batch = clips.batch([0, 1, 4, 9])
         assert batch["input_ids"].shape[0] == (1 if packing else 4)
-        loss, stats = higgs_loss(model, batch, pairs.layout, pairs.weights, 0.3)
-        loss.backward()
-        found.append((stats, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        output = compute_loss(model, batch, clips)
+        output.loss_sum.backward()
+        found.append((stats_of(output), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
     (padded, gradients), (packed, packed_gradients) = found
     assert torch.equal(padded[1], packed[1]) and torch.allclose(padded[0], packed[0], rtol=1e-5)
     scale = max(float(g.abs().max()) for g in gradients.values())
@@ -149,23 +150,23 @@ def test_packed_rows_equal_padded_ones_in_loss_and_gradient(higgs_demo):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_row_without_audio_gives_zero_with_a_gradient(higgs_demo, pairs, fused):
+def test_a_row_without_audio_gives_zero_with_a_gradient(higgs_demo, clips, fused):
     model = load_higgs(str(higgs_demo / "model"), "", torch.float32)
     if fused:
-        fuse_head(model.audio_lm_head)
-    [ids] = pairs.chat.ids([pairs.chat.prompt("bada.", None, None, answer=False)])
-    row = build_row("text only", ids, [], pairs.layout, answer=False)
-    batch = collate([row], pairs.layout)
+        model.audio_lm_head = loss_head(model.audio_lm_head)
+    [ids] = clips.chat.ids([clips.chat.prompt("bada.", None, None, answer=False)])
+    row = build_row("text only", ids, [], clips.layout, answer=False)
+    batch = collate([row], clips.layout)
     assert batch["audio_input_ids"].shape == (1, 0, 8) and batch["audio_input_ids_mask"].shape == (1, 0)
-    loss, stats = higgs_loss(model, batch, pairs.layout, pairs.weights)
-    loss.backward()
-    assert loss.item() == 0 and float(stats.abs().sum()) == 0
+    output = compute_loss(model, batch, clips)
+    output.loss_sum.backward()
+    assert output.loss_sum.item() == 0 and float(stats_of(output).abs().sum()) == 0
     audio = model.model.embed_audio_tokens.embed_audio_tokens.weight
     assert audio.grad is not None and not audio.grad.any()
 
 
-def test_there_is_no_float_feature_in_a_batch(pairs):
-    assert {t.dtype for t in pairs.batch([0, 1]).values() if torch.is_tensor(t)} == {torch.int64, torch.bool}
+def test_there_is_no_float_feature_in_a_batch(clips):
+    assert {t.dtype for t in clips.batch([0, 1]).values() if torch.is_tensor(t)} == {torch.int64, torch.bool}
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
@@ -197,38 +198,38 @@ def spoil(row, problem, layout):
         "the target does not begin with BOS",
     ],
 )
-def test_a_spoiled_row_is_named(pairs, layout, problem):
-    [row] = pairs.rows([2])
+def test_a_spoiled_row_is_named(clips, layout, problem):
+    [row] = clips.rows([2])
     check_row(row, layout)
     spoil(row, problem, layout)
     with pytest.raises(RuntimeError, match=f"row '{row.name}': {problem}"):
         check_row(row, layout)
 
 
-def test_a_missing_reference_fails_the_row(pairs, layout):
-    i = pairs.kept[0]
-    [ids] = pairs._prompts([0])
+def test_a_missing_reference_fails_the_row(clips, layout):
+    i = clips.kept[0]
+    [ids] = clips._prompts([0])
     with pytest.raises(RuntimeError, match="2 audio placeholders for 1 pieces"):
-        build_row("x", ids, [pairs.tokens.codes(i)], layout)
+        build_row("x", ids, [clips.tokens.codes(i)], layout)
 
 
-def test_another_reference_changes_the_targets_logits(higgs_demo, pairs, layout):
+def test_another_reference_changes_the_targets_logits(higgs_demo, clips, layout):
     model = load_higgs(str(higgs_demo / "model"), "", torch.float32).eval()
-    other = pairs.swapped([0])
-    names = pairs.tokens.column("speaker").to_pylist()
-    assert names[other[0]] != names[pairs.kept[0]]
+    other = clips.other_references([0])
+    names = clips.tokens.column("speaker").to_pylist()
+    assert names[other[0]] != names[clips.kept[0]]
     with torch.no_grad():
-        right, labels, _ = labelled_states(model, pairs.batch([0]), layout)
-        wrong, same, _ = labelled_states(model, pairs.batch([0], other), layout)
+        right, labels, _ = labelled_states(model, clips.batch([0]), layout)
+        wrong, same, _ = labelled_states(model, clips.batch([0], references=other), layout)
     assert torch.equal(labels, same) and float((right - wrong).abs().max()) > 1e-2
 
 
-def test_the_layout_without_delay_holds_the_same_codes(pairs, layout):
-    [row] = pairs.rows([2])
+def test_the_layout_without_delay_holds_the_same_codes(clips, layout):
+    [row] = clips.rows([2])
     flat = without_delay(row, layout)
-    i = pairs.kept[2]
-    first = int(pairs.tokens.frames[pairs.reference[i]]) + 9
-    codes = pairs.tokens.codes(i)
+    i = clips.kept[2]
+    first = int(clips.tokens.frames[clips.reference[i]]) + 9
+    codes = clips.tokens.codes(i)
     assert np.array_equal(flat.frames[first + 1 : first + 1 + len(codes)], codes)
     assert (flat.labels != -100).sum() == (row.labels != -100).sum()
     assert np.array_equal(flat.labels[first + 1 : first + 1 + len(codes)], codes)
@@ -295,8 +296,8 @@ def test_ids_that_are_none_are_dropped_and_counted(higgs_demo):
 # ---- datasets ----------------------------------------------------------------------------------------------------
 
 
-def test_lengths_are_the_rows(pairs):
-    assert pairs.lengths.tolist() == [len(row.ids) for row in pairs.rows(range(len(pairs)))]
+def test_lengths_are_the_rows(clips):
+    assert clips.lengths.tolist() == [len(row.ids) for row in clips.rows(range(len(clips)))]
 
 
 def test_datasets_that_cannot_clone_are_refused(higgs_demo, tmp_path):
@@ -309,7 +310,7 @@ def test_datasets_that_cannot_clone_are_refused(higgs_demo, tmp_path):
     def refused(name, **changes):
         folder = write_tokens(tmp_path / name, clips, **facts | changes)
         with pytest.raises(UserError) as error:
-            make_pairs(higgs_demo, folder=folder)
+            make_clips(higgs_demo, folder=folder)
         return str(error.value)
 
     assert "names no references" in refused("none")
@@ -328,13 +329,13 @@ def refused_at_batch(tmp_path, clips, facts, higgs_demo, ids) -> str:
 
     folder = write_tokens(tmp_path / "range", clips, columns={"ref": ["", "", ids[0], ""]}, **facts)
     with pytest.raises(UserError) as error:
-        make_pairs(higgs_demo, folder=folder).batch([0])
+        make_clips(higgs_demo, folder=folder).batch([0])
     return str(error.value)
 
 
 def test_over_long_rows_are_an_error_or_left_out_never_cut(higgs_demo):
     with pytest.raises(UserError, match="over the limit of 245"):
-        make_pairs(higgs_demo, max_positions=245)
-    short = make_pairs(higgs_demo, max_positions=245, over_long="drop")
+        make_clips(higgs_demo, max_positions=245)
+    short = make_clips(higgs_demo, max_positions=245, over_long="drop")
     assert 0 < len(short) < 64 and short.dropped == 64 - len(short) and short.lengths.max() <= 245
     assert all((row.labels == 1025).sum() == 8 for row in short.rows(range(len(short))))

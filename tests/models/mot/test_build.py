@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from common.config import UserError
-from helpers.mot_support import batch_of, build
-from models.mot import network as mot
-from models.mot.build import PARTS, Donor, calibrate, choose_parts, copied_part, expert_of, layer_map
+from helpers.mot_support import batch_of, build, loss_of
+from models.mot.build import PARTS, Donor, calibrate, choose_parts, expert_of, is_copied, layer_map
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +94,13 @@ def test_absorbed_projections_are_the_same_function_without_the_norm(demo_mot):
     assert sum(p.numel() for p in absorbed.layers[0].ffn.parameters()) == 2 * 64 * 192 + 1
 
 
-@pytest.mark.parametrize("untie", ["ffn", "full"])
+@pytest.mark.parametrize("untie", ["ffn", "all"])
 def test_experts_from_llama_change_nothing_at_first(demo_mot, untie):
     model = build(demo_mot, kind="llama", untie=untie)
     x = torch.randn(9, 64)
     for own, layer in zip(model.layers, model.llama.model.layers, strict=True):
         assert torch.equal(own.ffn(x), layer.mlp(x))
-        if untie == "full":
+        if untie == "all":
             assert torch.equal(own.input_norm(x), layer.input_layernorm(x))
             assert torch.equal(own.post_norm(x), layer.post_attention_layernorm(x))
             for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -142,7 +141,7 @@ def test_copies_are_leaves_of_our_own(tmp_path):
     folder = tiny_donor(tmp_path / "m", 3)
     donor = Donor(str(folder))
     llama = tiny_llama()
-    model = build(None, llama=llama, donor=donor, untie="full")
+    model = build(None, llama=llama, donor=donor, untie="all")
     choose_parts(model, ["all"])
     assert all(p.is_leaf and p.grad_fn is None and p.requires_grad for p in model.adapter().values())
     before = {name: p.detach().clone() for name, p in model.adapter().items()}
@@ -189,15 +188,15 @@ def test_something_else_is_no_musicgen(demo_mot, tmp_path):
         expert_of("musicgen", "scalar", tiny_llama().config, None)
 
 
-# ---- gates and parts -----------------------------------------------------------------------------------------------
+# ---- gains and parts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gate", ["scalar", "channel"])
-def test_calibrated_experts_are_as_loud_as_the_blocks_they_stand_in_for(demo_mot, gate):
-    model = build(demo_mot, gate=gate)
+@pytest.mark.parametrize("gain", ["scalar", "channel"])
+def test_calibrated_experts_are_as_loud_as_the_blocks_they_replace(demo_mot, gain):
+    model = build(demo_mot, gain=gain)
     batch = batch_of(model, [40])
     calibrate(model, batch, zero=False)
-    assert all(own.ffn.gate.numel() == (64 if gate == "channel" else 1) for own in model.layers)
+    assert all(own.ffn.gain.numel() == (64 if gain == "channel" else 1) for own in model.layers)
     seen = {}
     for i, own in enumerate(model.layers):
         own.ffn.register_forward_hook(lambda _, inputs, out, i=i: seen.update({i: (inputs[0], out)}))
@@ -209,14 +208,14 @@ def test_calibrated_experts_are_as_loud_as_the_blocks_they_stand_in_for(demo_mot
             assert len(x) == 161
 
 
-def test_gates_of_zero_leave_the_experts_out_and_learn(demo_mot):
+def test_gains_of_zero_leave_the_experts_out_and_learn(demo_mot):
     model = build(demo_mot)
     choose_parts(model, ["all"])
     batch = batch_of(model, [10])
     calibrate(model, batch, zero=True)
-    assert all(float(own.ffn.gate) == 0 for own in model.layers)
-    mot.mot_loss(model, batch, torch.ones(4))[0].backward()
-    assert all(own.ffn.gate.grad.any() for own in model.layers)
+    assert all(float(own.ffn.gain) == 0 for own in model.layers)
+    loss_of(model, batch)[0].backward()
+    assert all(own.ffn.gain.grad.any() for own in model.layers)
 
 
 def test_parts_are_trained_alone_and_unknown_ones_refused(demo_mot):
@@ -224,17 +223,17 @@ def test_parts_are_trained_alone_and_unknown_ones_refused(demo_mot):
     trained = lambda: {name for name, p in model.named_parameters() if p.requires_grad}  # noqa: E731
     choose_parts(model, ["proj_only"])
     assert {name.split(".")[-2] for name in trained()} == {"proj_in", "proj_out", "head"}
-    choose_parts(model, ["embed", "gate"])
+    choose_parts(model, ["embed", "gain"])
     assert len(trained()) == 2 + 4
     choose_parts(model, ["all"])
     assert trained() == set(model.adapter())
-    for names, sentence in ((["attn"], "has no part 'attn'"), (["heads"], "choose from"), ([], "names nothing")):
+    for names, sentence in ((["attn"], "has no part 'attn'"), (["heads"], "choose from"), ([], "is empty")):
         with pytest.raises(UserError, match=sentence):
             choose_parts(model, names)
 
 
 def test_every_parameter_is_of_exactly_one_part(demo_mot):
     for kind in ("musicgen", "musicgen_absorbed", "llama"):
-        for name in build(demo_mot, kind=kind, untie="full").adapter():
+        for name in build(demo_mot, kind=kind, untie="all").adapter():
             assert sum(bool(re.fullmatch(pattern, name)) for pattern in PARTS.values()) == 1, name
-    assert copied_part("layers.3.ffn.fc1.weight") and not copied_part("layers.3.ffn.gate")
+    assert is_copied("layers.3.ffn.fc1.weight") and not is_copied("layers.3.ffn.gain")

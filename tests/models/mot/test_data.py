@@ -19,7 +19,7 @@ ENCODEC = {"codec": "encodec", "sample_rate": 32000, "hop": 640, "codebooks": 4,
 
 
 class Words:
-    """One id a word: captions of a known length."""
+    """One id per word: captions of a known length."""
 
     bos, size, source = 128000, 128256, "words"
     no_text = np.array([128000])
@@ -40,7 +40,7 @@ def make(tmp_path):
             for i, (f, w) in enumerate(zip(frames, words, strict=True))
         ]
         made.append(support.write_tokens(tmp_path / f"tokens{len(made)}", clips, **ENCODEC | (info or {})))
-        config = Config(**{"caption_dropout": 0.0} | flags)
+        config = Config(**{"text_dropout": 0.0} | flags)
         layout = layout or Layout(128256, ids=config.ids, order=config.layout)
         return Clips(TokenDataset(str(made[-1])), layout, Words(), config, train)
 
@@ -85,12 +85,12 @@ def test_a_folder_without_tokenizer_or_with_a_broken_one_is_refused(tmp_path):
     with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
         Tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\n")  # what Llama-3's tiktoken file looks like
-    with pytest.raises(UserError, match="no SentencePiece model"):
+    with pytest.raises(UserError, match="not a SentencePiece model"):
         Tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(make):
-    with pytest.raises(UserError, match="not of one model"):
+    with pytest.raises(UserError, match="do not belong together"):
         make([3], [2], layout=Layout(5000))
 
 
@@ -166,7 +166,7 @@ def test_music_gets_what_the_caption_leaves(make):
 
 
 def test_over_long_captions(make):
-    with pytest.raises(UserError, match="clip 'clip1' has 301 ids, over --max-text 192"):
+    with pytest.raises(UserError, match="clip 'clip1' has 301 tokens, over --max-text 192"):
         make([5, 5], [3, 300])
     assert len(make([5, 5], [3, 300], over_long_text="drop")) == 1
     assert [len(text) for text in make([5, 5], [3, 300], over_long_text="cut").texts] == [4, 192]
@@ -178,8 +178,8 @@ def test_missing_captions(make):
     assert len(make([5, 5], [3, 0], allow_empty_text=True)) == 2
 
 
-def test_caption_dropout_is_keyed_a_sample_and_off_for_evaluation(make):
-    clips = make([4] * 400, [5] * 400, caption_dropout=0.3)
+def test_text_dropout_is_keyed_per_sample_and_off_for_evaluation(make):
+    clips = make([4] * 400, [5] * 400, text_dropout=0.3)
     dropped = [len(clips.text(i, 0)) == 1 for i in range(400)]
     assert 0.2 < np.mean(dropped) < 0.4
     assert dropped == [len(clips.text(i, 0)) == 1 for i in range(400)]
@@ -187,7 +187,7 @@ def test_caption_dropout_is_keyed_a_sample_and_off_for_evaluation(make):
     clip = dropped.index(True)
     ids = clips.batch([clip])["input_ids"][0, :, 0]
     assert ids[:2].tolist() == [128000, clips.layout.bos]
-    held_out = make([4] * 50, [5] * 50, train=False, caption_dropout=0.9)
+    held_out = make([4] * 50, [5] * 50, train=False, text_dropout=0.9)
     assert all(len(held_out.text(i, 0)) == 6 for i in range(50))
 
 

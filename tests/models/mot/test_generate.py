@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from helpers.mot_support import build, loss_of, reference_states
-from models.mot import generate as mot_music
 from models.mot.build import calibrate
 from models.mot.data import pad
 from models.mot.generate import collapse, generate
@@ -26,7 +25,7 @@ def memorised(demo_mot):
 
     def learn(order):
         if order not in made:
-            model = build(demo_mot, untie="full", order=order)
+            model = build(demo_mot, untie="all", order=order)
             clips = [clip(n, seed=n) for n in (5, 9, 7)]
             batch = pad(
                 [(t, *music(c, model.layout, True)) for t, c in zip(CAPTIONS, clips, strict=True)], model.layout
@@ -75,7 +74,7 @@ def test_every_step_runs_where_all_ranks_must(memorised, order):
 @pytest.mark.parametrize("order", ["flat", "delay"])
 def test_greedy_codes_are_those_of_the_whole_sequence_computed_anew(demo_mot, order):
     """No cache, no batch, both experts and a mask: the most likely allowed code at each position."""
-    model = build(demo_mot, untie="full", order=order).eval()
+    model = build(demo_mot, untie="all", order=order).eval()
     with torch.no_grad():
         for parameter in (model.audio_embed.weight, model.head.weight):
             parameter.mul_(30)  # so that codes depend on what came before
@@ -130,7 +129,7 @@ def test_guidance_is_u_plus_w_times_c_minus_u(demo_mot, monkeypatch):
         with torch.no_grad():
             states = reference_states(model, pad([(text, inputs, books, labels)], model.layout))[0, -1]
             first.append(states @ model.head.weight[:2048].T)
-    monkeypatch.setattr(mot_music, "_pick", lambda logits, *_: seen.append(logits[:2048].clone()) or 0)
+    monkeypatch.setattr("models.mot.generate._pick", lambda logits, *_: seen.append(logits[:2048].clone()) or 0)
     for w in (1.0, 3.0, 7.0):
         seen.clear()
         generate(model, CAPTIONS[:1], 1, [0], guidance=w, no_text=NO_TEXT)
@@ -138,7 +137,7 @@ def test_guidance_is_u_plus_w_times_c_minus_u(demo_mot, monkeypatch):
     assert not torch.allclose(first[0], first[1], atol=1e-3)
 
 
-def test_top_k_and_temperature_a_codebook(demo_mot):
+def test_top_k_and_temperature_per_codebook(demo_mot):
     model = build(demo_mot).eval()
     greedy = generate(model, CAPTIONS[:1], 2, [0], temperature=0.0, min_frames=2)[0][0]
     assert np.array_equal(generate(model, CAPTIONS[:1], 2, [5], top_k=1, min_frames=2)[0][0], greedy)

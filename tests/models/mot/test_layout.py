@@ -24,7 +24,7 @@ def test_golden_ids(ids):
     inputs, codebook, labels = music(CODES.T, layout, final=True)
     assert inputs[:, 0].tolist() == [layout.bos, *GOLDEN[ids]]
     assert codebook[:, 0].tolist() == [4, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
-    # One label a position, in the column of its codebook, shifted once: the first code is A_BOS's label.
+    # One label per position, in the column of its codebook, shifted once: the first code is A_BOS's label.
     shifted = [max(row) for row in labels.tolist()]
     assert shifted == [*GOLDEN[ids], layout.eos]
     assert [row.index(max(row)) for row in labels.tolist()] == [0, 1, 2, 3] * 3 + [0]
@@ -61,7 +61,7 @@ def test_codes_and_ids_out_of_range_are_errors_never_clamped(ids):
     with pytest.raises(UserError, match="not whole frames"):
         unflatten(good[:-1], layout)
     if ids == "offset":  # a code of the neighbour's range
-        with pytest.raises(UserError, match="no code of codebook 1"):
+        with pytest.raises(UserError, match="not a code of codebook 1"):
             unflatten(np.concatenate([good[:1], [V], good[2:]]), layout)
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common import health
+from common.gradient_check import refuse_state
 from common.loss import IGNORE
 from helpers.mot_support import batch_of, build, loss_of, reference_loss, reference_states, text_batch
-from models.mot import network as mot
 from models.mot.build import calibrate, load_llama
 from models.mot.data import pad
 from models.mot.layout import music
@@ -46,7 +45,7 @@ def train(model, batches, steps=3, lr=1e-2, weight_decay=0.0):
 
 
 @pytest.mark.parametrize("kind", ["musicgen", "llama"])
-@pytest.mark.parametrize("untie", ["ffn", "ffn+norm", "full"])
+@pytest.mark.parametrize("untie", ["ffn", "ffn+norm", "all"])
 def test_text_logits_are_plain_llamas_bit_for_bit_before_and_after_training(make, demo_mot, kind, untie):
     from transformers import LlamaForCausalLM
 
@@ -75,7 +74,7 @@ def test_a_text_prefix_in_a_mixed_batch_is_plain_llamas(make, demo_mot):
     from transformers import LlamaForCausalLM
 
     plain = LlamaForCausalLM.from_pretrained(str(demo_mot / "llama")).eval()
-    model = make(untie="full").eval()
+    model = make(untie="all").eval()
     batch = batch_of(model, [11, 5])
     with torch.no_grad():
         states = model(batch["input_ids"], batch["codebooks"], batch["mask"])
@@ -94,7 +93,7 @@ def gradients(model, total):
 
 
 @pytest.mark.parametrize("order", ["flat", "delay"])
-@pytest.mark.parametrize("untie", ["ffn", "full"])
+@pytest.mark.parametrize("untie", ["ffn", "all"])
 def test_loss_and_gradients_equal_both_experts_and_a_mask(make, order, untie):
     model = make(untie=untie, order=order)
     batch = batch_of(model, [9, 4, 1])
@@ -109,7 +108,7 @@ def test_loss_and_gradients_equal_both_experts_and_a_mask(make, order, untie):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("untie", ["ffn", "full"])
+@pytest.mark.parametrize("untie", ["ffn", "all"])
 def test_a_batch_without_music_trains_nothing_and_breaks_nothing(make, untie, recompute):
     model = make(untie=untie).train()
     model.recompute = recompute
@@ -131,7 +130,7 @@ def test_recomputation_sees_the_route_of_its_own_batch(make):
 
 
 def test_padding_and_neighbours_do_not_change_a_clip(make):
-    model = make(untie="full").eval()
+    model = make(untie="all").eval()
     long, short = np.arange(5, 105), np.arange(9, 12)
     batch = batch_of(model, [6, 9], [long, short])
     draw = np.random.default_rng(0)
@@ -146,7 +145,7 @@ def test_padding_and_neighbours_do_not_change_a_clip(make):
 # ---- gradients -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("untie", ["ffn", "full"])
+@pytest.mark.parametrize("untie", ["ffn", "all"])
 def test_gradient_of_the_last_token_reaches_earlier_codes_through_keys_and_values(make, untie):
     """Against finite differences: detached keys and values give a gradient of half the length."""
     model = make(untie=untie)
@@ -171,10 +170,10 @@ def test_gradient_of_the_last_token_reaches_earlier_codes_through_keys_and_value
 def test_a_module_that_keeps_keys_across_steps_is_refused(make):
     model = make()
     train(model, [batch_of(model, [5])], steps=3)
-    health.refuse_state(model)
+    refuse_state(model)
     model.llama.model.layers[1].self_attn.kept_keys = model.layers[0].ffn.fc1.weight * 2
     with pytest.raises(RuntimeError, match="layers.1.self_attn.kept_keys keeps its graph"):
-        health.refuse_state(model)
+        refuse_state(model)
 
 
 # ---- new rows and the loss -----------------------------------------------------------------------------------------
@@ -215,8 +214,8 @@ def test_full_vocabulary_is_one_softmax_over_text_and_music(make, ids):
 def test_codebook_weights_scale_the_loss_but_not_the_log(make):
     model = make()
     batch = batch_of(model, [9])
-    _, plain = mot.mot_loss(model, batch, torch.ones(4))
-    total, stats = mot.mot_loss(model, batch, torch.tensor([2.0, 0.0, 1.0, 0.5]))
+    _, plain = loss_of(model, batch)
+    total, stats = loss_of(model, batch, [2.0, 0.0, 1.0, 0.5])
     assert torch.equal(stats, plain)
     assert float(total) == pytest.approx(float(2 * plain[0, 0] + plain[0, 2] + 0.5 * plain[0, 3]), rel=1e-6)
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from common.config import UserError
 from helpers.mot_support import batch_of, build, loss_of
-from models.mot import weights as mot_adapter
 from models.mot.build import calibrate, load_llama
+from models.mot.weights import base_fingerprint, describe, fill_legacy, load_adapter, merge_tables, write_adapter
 
 TOKENS = {"codec": "encodec", "weights_sha256": None, "sample_rate": 32000, "hop": 640}
 
@@ -20,16 +20,16 @@ TOKENS = {"codec": "encodec", "weights_sha256": None, "sample_rate": 32000, "hop
 def save(model, folder, demo, dropout=0.1):
     weights = {name: p.detach().clone() for name, p in model.adapter().items()}
     facts = TOKENS | {"weights": str(demo / "codec")}
-    mark = mot_adapter.base_fingerprint(model.llama)
-    training = {"caption_dropout": dropout}
-    description = mot_adapter.describe(model, str(demo / "llama"), mark, facts, training)
-    mot_adapter.write_adapter(folder, weights, description)
+    mark = base_fingerprint(model.llama)
+    training = {"text_dropout": dropout}
+    description = describe(model, str(demo / "llama"), mark, facts, training)
+    write_adapter(folder, weights, description)
     return folder
 
 
 @pytest.fixture(scope="module")
 def exported(demo_mot, tmp_path_factory):
-    model = build(demo_mot, untie="full", gate="channel")
+    model = build(demo_mot, untie="all", gain="channel")
     calibrate(model, batch_of(model, [9]), zero=False)
     return model, save(model, tmp_path_factory.mktemp("adapter") / "export", demo_mot)
 
@@ -39,7 +39,7 @@ def test_every_kind_of_expert_reloads_into_a_fresh_llama(demo_mot, tmp_path, kin
     model = build(demo_mot, kind, untie="ffn+norm").eval()
     folder = save(model, tmp_path / "export", demo_mot)
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    loaded, _ = mot_adapter.load_adapter(folder, None, torch.float32)
+    loaded, _ = load_adapter(folder, None, torch.float32)
     batch = batch_of(model, [6, 3])
     with torch.no_grad():
         assert torch.equal(loss_of(model, batch)[1], loss_of(loaded, batch)[1])
@@ -48,7 +48,7 @@ def test_every_kind_of_expert_reloads_into_a_fresh_llama(demo_mot, tmp_path, kin
 
 def test_reload_in_bf16_keeps_the_rotary_frequencies(exported):
     model, folder = exported
-    loaded, _ = mot_adapter.load_adapter(folder, None, torch.bfloat16)
+    loaded, _ = load_adapter(folder, None, torch.bfloat16)
     assert all(p.dtype == torch.bfloat16 for p in loaded.parameters())
     assert loaded.llama.model.rotary_emb.inv_freq.dtype == torch.float32
     batch = batch_of(model, [30])
@@ -59,15 +59,15 @@ def test_reload_in_bf16_keeps_the_rotary_frequencies(exported):
 
 def test_fingerprint_tells_llamas_apart_but_not_their_precision(exported, demo_mot, tmp_path):
     model, folder = exported
-    mark = mot_adapter.base_fingerprint(model.llama)
-    assert mot_adapter.base_fingerprint(load_llama(str(demo_mot / "llama"), torch.bfloat16)) == mark
+    mark = base_fingerprint(model.llama)
+    assert base_fingerprint(load_llama(str(demo_mot / "llama"), torch.bfloat16)) == mark
     other = tmp_path / "llama"
     shutil.copytree(demo_mot / "llama", other)
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] *= 1.1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="is not the Llama that .* was trained on"):
-        mot_adapter.load_adapter(folder, str(other), torch.float32)
+        load_adapter(folder, str(other), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_adapter_that_does_not_fit_is_refused(exported, tmp_path, change, sen
     change(weights)
     save_file(weights, folder / "adapter_model.safetensors")
     with pytest.raises(UserError, match=sentence):
-        mot_adapter.load_adapter(folder, None, torch.float32)
+        load_adapter(folder, None, torch.float32)
 
 
 def test_weights_that_are_not_finite_are_not_exported(demo_mot, tmp_path):
@@ -99,10 +99,10 @@ def test_weights_that_are_not_finite_are_not_exported(demo_mot, tmp_path):
 
 def test_something_else_is_no_adapter(tmp_path):
     with pytest.raises(UserError, match="no readable adapter_config.json"):
-        mot_adapter.load_adapter(tmp_path, None, torch.float32)
+        load_adapter(tmp_path, None, torch.float32)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"kind": "lora", "format": 1}))
     with pytest.raises(UserError, match="another kind or format"):
-        mot_adapter.load_adapter(tmp_path, None, torch.float32)
+        load_adapter(tmp_path, None, torch.float32)
 
 
 # ---- checkpoints of the first trainer ------------------------------------------------------------------------------
@@ -123,9 +123,9 @@ def test_legacy_checkpoint_fills_projections_and_code_rows(demo_mot, tmp_path, c
     model = build(demo_mot, ids="shared")
     before = {name: p.detach().clone() for name, p in model.adapter().items()}
     file, state = legacy_file(tmp_path)
-    mot_adapter.fill_legacy(model, file)
+    fill_legacy(model, file)
     printed = capsys.readouterr().out
-    assert "took 9/9 tensors" in printed and "no embeddings of the codes" in printed
+    assert "loaded all 9 tensors" in printed and "no code embeddings" in printed
     assert torch.equal(model.head.weight[:2048], state["output.weight"][-2048:])
     assert torch.equal(model.head.weight[2048:], before["head.weight"][2048:])
     for i, own in enumerate(model.layers):
@@ -139,16 +139,16 @@ def test_legacy_checkpoints_that_do_not_fit_are_refused(demo_mot, tmp_path):
     shared = build(demo_mot, ids="shared")
     file, _ = legacy_file(tmp_path)
     with pytest.raises(UserError, match="add --ids shared"):
-        mot_adapter.fill_legacy(build(demo_mot), file)
+        fill_legacy(build(demo_mot), file)
     with pytest.raises(UserError, match="the experts need projections"):
-        mot_adapter.fill_legacy(build(demo_mot, "llama", ids="shared"), file)
+        fill_legacy(build(demo_mot, "llama", ids="shared"), file)
     with pytest.raises(UserError, match="holds layers.0.attention.wq.weight"):
-        mot_adapter.fill_legacy(shared, legacy_file(tmp_path, **{"layers.0.attention.wq.weight": torch.zeros(1)})[0])
+        fill_legacy(shared, legacy_file(tmp_path, **{"layers.0.attention.wq.weight": torch.zeros(1)})[0])
     with pytest.raises(UserError, match="has shape"):
-        mot_adapter.fill_legacy(shared, legacy_file(tmp_path, **{"output.weight": torch.zeros(2100, 32)})[0])
+        fill_legacy(shared, legacy_file(tmp_path, **{"output.weight": torch.zeros(2100, 32)})[0])
     (tmp_path / "bad.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(UserError, match="is no plain checkpoint"):
-        mot_adapter.fill_legacy(shared, tmp_path / "bad.pt")
+    with pytest.raises(UserError, match="is not a plain torch checkpoint"):
+        fill_legacy(shared, tmp_path / "bad.pt")
 
 
 # ---- used ------------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_tables_are_merged_into_a_plain_llama(exported, demo_mot, tmp_path):
     from transformers import LlamaForCausalLM
 
     model, folder = exported
-    mot_adapter.merge_tables(mot_adapter.load_adapter(folder, None, torch.float32)[0], tmp_path / "tables")
+    merge_tables(load_adapter(folder, None, torch.float32)[0], tmp_path / "tables")
     merged = LlamaForCausalLM.from_pretrained(str(tmp_path / "tables")).eval()
     rows = 256 + 4 * 2048 + 2
     assert merged.config.vocab_size % 64 == 0 and merged.config.vocab_size >= rows
@@ -200,7 +200,7 @@ def test_tables_are_merged_into_a_plain_llama(exported, demo_mot, tmp_path):
     with torch.no_grad():
         plain = load_llama(str(demo_mot / "llama"), torch.float32)(ids).logits
         assert torch.allclose(merged(ids).logits[..., :256], plain, atol=1e-5)
-    assert "mot.py" in json.loads((tmp_path / "tables" / "mot_tables.json").read_text())["needs"]
+    assert "mot/network.py" in json.loads((tmp_path / "tables" / "mot_tables.json").read_text())["needs"]
 
 
 def test_mistakes_are_one_sentence_and_write_no_sound(command, exported, demo_mot, tmp_path):

@@ -1,4 +1,4 @@
-"""data/lib/sources.py: every input format, through the real command."""
+"""data/lib/sources.py: every input format, through data/encode.py."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ def rows(out: Path) -> dict[str, dict]:
 
 @pytest.fixture
 def encode(script, dac, tmp_path):
-    """encode(source, format, ...) -> rows of the dataset, or the one-sentence error."""
+    """encode(source, format, ...) -> rows of the dataset, or the error message."""
 
     def call(source, format, *more, weights=True, codec="dac"):
         arguments = ["--codec", codec, "--source", source, "--format", format, "--out", tmp_path / "tokens"]
@@ -46,8 +46,8 @@ def test_ljspeech(encode, clip, tmp_path):
     clip(tmp_path / "in/wavs/LJ001-0002.wav", None, seed=2)
     text = 'LJ001-0001|Chapter "1|chapter "one\nLJ001-0002|only one text\n'
     (tmp_path / "in/metadata.csv").write_text(text)
-    found = encode(tmp_path / "in", "csv")
-    assert {id: row["text"] for id, row in found.items()} == {
+    encoded = encode(tmp_path / "in", "csv")
+    assert {id: row["text"] for id, row in encoded.items()} == {
         "LJ001-0001": 'chapter "one',
         "LJ001-0002": "only one text",
     }
@@ -75,8 +75,8 @@ def test_musiccaps(encode, clip, tmp_path, capsys):
         ("abc", 0, 10, "drums", "True", "True"),
         ("gone", 0, 10, "no such video", "False", "False"),
     )
-    found = encode(tmp_path / "caps.csv", "musiccaps", "--audio-root", tmp_path / "audio")
-    assert {id: (row["text"], row["split"]) for id, row in found.items()} == {
+    encoded = encode(tmp_path / "caps.csv", "musiccaps", "--audio-root", tmp_path / "audio")
+    assert {id: (row["text"], row["split"]) for id, row in encoded.items()} == {
         "-0Gj8-vB1q4": ("two lines", "train"),
         "abc": ("drums", "eval"),
     }
@@ -84,18 +84,18 @@ def test_musiccaps(encode, clip, tmp_path, capsys):
 
 def test_hf_dataset_with_audio(encode, clip, tmp_path):
     wave = clip(tmp_path / "a.wav", None)[:, 0]
-    parts = {}
+    splits = {}
     for split in ("train", "test"):
         row = {"id": [f"clip-{split}"], "sentence": [f"{split} text"]}
         row["audio"] = [{"bytes": (tmp_path / "a.wav").read_bytes(), "path": "a.wav"}]
-        parts[split] = datasets.Dataset.from_dict(row).cast_column("audio", datasets.Audio())
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "hf")
-    found = encode(tmp_path / "hf", "hf")
-    assert {id: (row["text"], row["split"]) for id, row in found.items()} == {
+        splits[split] = datasets.Dataset.from_dict(row).cast_column("audio", datasets.Audio())
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "hf")
+    encoded = encode(tmp_path / "hf", "hf")
+    assert {id: (row["text"], row["split"]) for id, row in encoded.items()} == {
         "clip-train": ("train text", "train"),
         "clip-test": ("test text", "test"),
     }
-    assert found["clip-train"]["frames"] == -(-len(wave) // 512)
+    assert encoded["clip-train"]["frames"] == -(-len(wave) // 512)
 
 
 def test_hf_dataset_with_legacy_codes(encode, tmp_path):
@@ -108,27 +108,29 @@ def test_hf_dataset_with_legacy_codes(encode, tmp_path):
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
 def test_legacy_npy(encode, tmp_path, lead):
-    codes = np.random.default_rng(0).integers(0, 2048, (4, 1))  # one frame: a plain squeeze would break it
+    codes = np.random.default_rng(0).integers(0, 2048, (4, 1))  # one frame, which a plain squeeze would lose
     (tmp_path / "npy").mkdir()
     np.save(tmp_path / "npy/abc.npy", codes.reshape(*lead, 4, 1))
     metadata = {"abc": {"encoded_file": "/home/somebody/else/abc.npy", "n_codebooks": 4}}
     (tmp_path / "npy/pre_encoded_metadata.json").write_text(json.dumps(metadata))
     write_musiccaps(tmp_path / "caps.csv", ("abc", 0, 10, "drums", "False", "False"))
-    found = encode(tmp_path / "npy", "legacy-npy", "--captions", tmp_path / "caps.csv", weights=False, codec="encodec")
-    assert found["abc"]["text"] == "drums" and np.array_equal(found["abc"]["codes"], codes.T.reshape(-1))
+    encoded = encode(
+        tmp_path / "npy", "legacy-npy", "--captions", tmp_path / "caps.csv", weights=False, codec="encodec"
+    )
+    assert encoded["abc"]["text"] == "drums" and np.array_equal(encoded["abc"]["codes"], codes.T.reshape(-1))
     info = json.loads((tmp_path / "tokens/dataset.json").read_text())
     assert (info["sample_rate"], info["hop"], info["codebooks"], info["codebook_size"]) == (32000, 640, 4, 2048)
 
 
 @pytest.mark.parametrize("frames", [1, 3, 500])
-def test_legacy_npy_with_frames_first_is_taken_with_a_warning(script, tmp_path, frames):
+def test_legacy_npy_with_frames_first_is_read_with_a_warning(script, tmp_path, frames):
     codes = np.random.default_rng(0).integers(0, 2048, (frames, 4))
     (tmp_path / "npy").mkdir()
     np.save(tmp_path / "npy/abc.npy", codes)
     write_musiccaps(tmp_path / "caps.csv", ("abc", 0, 10, "drums", "False", "False"))
     arguments = ["--source", tmp_path / "npy", "--format", "legacy-npy", "--captions", tmp_path / "caps.csv"]
     code, out, _ = script("encode", "--codec", "encodec", *arguments, "--out", tmp_path / "tokens")
-    assert code == 0 and f"warning: abc holds ({frames}, 4)" in out
+    assert code == 0 and f"warning: abc has shape ({frames}, 4)" in out
     assert np.array_equal(rows(tmp_path / "tokens")["abc"]["codes"], codes.reshape(-1))
 
 
@@ -150,11 +152,11 @@ def test_legacy_metadata_under_both_names_and_after_a_move(encode, tmp_path, nam
     if name:
         (folder / name).write_text(json.dumps({"abc": entry}))
     write_musiccaps(tmp_path / "caps.csv", ("abc", 0, 10, "drums", "False", "False"))
-    found = encode(folder, "legacy-npy", "--captions", tmp_path / "caps.csv", weights=False, codec="encodec")
-    assert np.array_equal(found["abc"]["codes"], codes.T.reshape(-1))
+    encoded = encode(folder, "legacy-npy", "--captions", tmp_path / "caps.csv", weights=False, codec="encodec")
+    assert np.array_equal(encoded["abc"]["codes"], codes.T.reshape(-1))
 
 
-def test_dataset_says_how_much_of_its_source_it_holds(encode, tmp_path):
+def test_dataset_records_how_many_clips_its_source_lists(encode, tmp_path):
     (tmp_path / "npy").mkdir()
     np.save(tmp_path / "npy/a.npy", np.zeros((4, 3), int))
     write_musiccaps(tmp_path / "caps.csv", *((name, 0, 10, "drums", "False", "False") for name in "abcdefg"))
@@ -179,12 +181,12 @@ def test_legacy_pt(encode, tmp_path, channels, flags):
     (tmp_path / "pt").mkdir()
     for name in ("one", "track_01"):
         torch.save(codes, tmp_path / f"pt/{name}.pt")
-    # The old encoder wrote prompts made from file names into its metadata: that is no text.
+    # The old encoder wrote file names as prompts into its metadata: those are not texts.
     (tmp_path / "pt/metadata.json").write_text(json.dumps({"one.pt": "loud drums", "track_01.pt": "Track 01"}))
     assert "track_01" in encode(tmp_path / "pt", "legacy-pt", *flags, weights=False)
-    found = encode(tmp_path / "pt", "legacy-pt", *flags, "--missing-text", "empty", weights=False)
-    assert found["one"]["text"] == "loud drums" and found["track_01"]["text"] == ""
-    assert np.array_equal(np.reshape(found["one"]["codes"], (5, channels)), codes.numpy())
+    encoded = encode(tmp_path / "pt", "legacy-pt", *flags, "--missing-text", "empty", weights=False)
+    assert encoded["one"]["text"] == "loud drums" and encoded["track_01"]["text"] == ""
+    assert np.array_equal(np.reshape(encoded["one"]["codes"], (5, channels)), codes.numpy())
 
 
 def test_stereo_legacy_codes_need_the_flag(encode, tmp_path):
@@ -214,11 +216,15 @@ def test_chatml_both_layouts(encode, clip, tmp_path):
     ]
     samples = [{"id": "a", "messages": official, "speaker": "ann"}, {"id": "b", "messages": lists}]
     (tmp_path / "chat.json").write_text(json.dumps(samples))
-    found = encode(tmp_path / "chat.json", "chatml")
-    assert found.keys() == {"a", "b", "ref@ref"}  # one reference for both
-    assert (found["a"]["text"], found["a"]["ref"], found["a"]["scene"]) == ("Say: this", "ref@ref", "A quiet room.")
-    assert (found["b"]["text"], found["b"]["ref"]) == ("second text", "ref@ref")
-    assert (found["ref@ref"]["text"], found["ref@ref"]["ref"]) == ("I am the voice.", None)
+    encoded = encode(tmp_path / "chat.json", "chatml")
+    assert encoded.keys() == {"a", "b", "ref@ref"}  # one reference for both
+    assert (encoded["a"]["text"], encoded["a"]["ref"], encoded["a"]["scene"]) == (
+        "Say: this",
+        "ref@ref",
+        "A quiet room.",
+    )
+    assert (encoded["b"]["text"], encoded["b"]["ref"]) == ("second text", "ref@ref")
+    assert (encoded["ref@ref"]["text"], encoded["ref@ref"]["ref"]) == ("I am the voice.", None)
 
 
 def test_chatml_start_index_trains_several_turns(encode, clip, tmp_path):
@@ -227,8 +233,8 @@ def test_chatml_start_index_trains_several_turns(encode, clip, tmp_path):
         clip(tmp_path / f"{number}.wav", None, seed=number)
         messages += [chat("user", f"text {number}"), chat("assistant", audio(f"{number}.wav"))]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"id": "a", "messages": messages, "start_index": 2}))
-    found = encode(tmp_path / "chat.jsonl", "chatml")
-    assert {id: (row["text"], row["ref"]) for id, row in found.items()} == {
+    encoded = encode(tmp_path / "chat.jsonl", "chatml")
+    assert {id: (row["text"], row["ref"]) for id, row in encoded.items()} == {
         "a.0": ("text 1", "0@ref"),
         "a.1": ("text 2", "0@ref"),
         "0@ref": ("text 0", None),
@@ -240,13 +246,13 @@ def test_higgs_manifest_and_metadata_json(encode, clip, tmp_path):
     clip(tmp_path / "r.wav", None, seed=2)
     item = {"id": "x", "target_text": "the text", "target_audio": "t.wav", "ref_text": "r text", "ref_audio": "r.wav"}
     (tmp_path / "m.jsonl").write_text(json.dumps(item | {"scene": "Outside."}))
-    found = encode(tmp_path / "m.jsonl", "jsonl")
-    assert (found["x"]["ref"], found["x"]["scene"], found["r@ref"]["text"]) == ("r@ref", "Outside.", "r text")
+    encoded = encode(tmp_path / "m.jsonl", "jsonl")
+    assert (encoded["x"]["ref"], encoded["x"]["scene"], encoded["r@ref"]["text"]) == ("r@ref", "Outside.", "r text")
 
     sample = {"audio_file": "t.wav", "transcript_file": "t.txt", "ref_audio_file": "r.wav", "ref_transcript": "r text"}
     (tmp_path / "metadata.json").write_text(json.dumps({"samples": [sample | {"speaker_id": 7}]}))
-    found = encode(tmp_path, "metadata-json")
-    assert (found["t"]["text"], found["t"]["ref"], found["t"]["speaker"]) == ("the text", "r@ref", "7")
+    encoded = encode(tmp_path, "metadata-json")
+    assert (encoded["t"]["text"], encoded["t"]["ref"], encoded["t"]["speaker"]) == ("the text", "r@ref", "7")
 
 
 def test_reference_that_is_the_target_is_refused(encode, clip, tmp_path):
@@ -256,7 +262,7 @@ def test_reference_that_is_the_target_is_refused(encode, clip, tmp_path):
     assert "its own reference" in encode(tmp_path / "m.jsonl", "jsonl")
 
 
-def test_target_goes_with_its_rejected_reference(encode, clip, tmp_path):
+def test_target_is_rejected_with_its_reference(encode, clip, tmp_path):
     clip(tmp_path / "t.wav", None)
     clip(tmp_path / "good.wav", "[S1] x", seed=3)
     soundfile.write(tmp_path / "r.wav", np.zeros(44100), 44100)

@@ -1,18 +1,18 @@
-"""The gate that a run passes in its first optimizer steps: what is meant to train has a gradient, and moves."""
+"""A check in the first optimizer steps: everything that is meant to train has a gradient, and LoRA matrices move."""
 
 import torch
 
 from common.config import UserError
 from common.engine import full_gradient, full_weights, trainable
 
-PATIENCE = 3  # a step whose texts are all left out gives some encoder matrices no gradient, rightly
+PATIENCE = 3  # steps; one in which all texts are dropped rightly leaves some encoder matrices without a gradient
 
 
-class Gate:
-    """Closed until everything that must train has had a gradient and has moved; never opened, it ends the run."""
+class GradientCheck:
+    """Raises if some parameter still has no gradient after the first PATIENCE steps; off once all have had one."""
 
-    def __init__(self, closed: bool):
-        self.steps_left, self.dead = PATIENCE if closed else 0, None
+    def __init__(self, active: bool):
+        self.steps_left, self.dead = PATIENCE if active else 0, None
 
     def before_step(self, engine) -> None:
         """Between the last backward and the step. Every rank must call it."""
@@ -33,9 +33,9 @@ class Gate:
         if not self.dead:
             self.steps_left = 0
             weights = full_weights(engine) if any(map(is_lora_b, trainable(engine))) else {}
-            still = [name for name, value in weights.items() if is_lora_b(name) and not value.any()]  # B starts at 0
-            if still:
-                raise UserError(f"{len(still)} LoRA matrices did not move at the first step, such as {still[0]}.")
+            unmoved = [name for name, value in weights.items() if is_lora_b(name) and not value.any()]  # B starts at 0
+            if unmoved:
+                raise UserError(f"{len(unmoved)} LoRA matrices did not move at the first step, such as {unmoved[0]}.")
 
 
 def is_lora_b(name: str) -> bool:
@@ -43,11 +43,11 @@ def is_lora_b(name: str) -> bool:
 
 
 def dead_parameters(engine) -> list[str]:
-    """Names of the parameters that must have a gradient and have none, or one of only zeros.
+    """Names of the parameters that must have a gradient and have none, or only zeros.
 
-    With LoRA these are the lora_B matrices, and modules that are trained whole beside them: B starts at 0, so every
-    lora_A has a gradient of exactly 0 at the first step, and a trained embedding row has none until its tag comes.
-    NaN is not zero: such a step is skipped and named elsewhere.
+    With LoRA these are the lora_B matrices, and modules that are trained whole besides: B starts at 0, so every lora_A
+    has a gradient of exactly 0 at the first step, and a trained embedding row has none until its tag occurs. NaN is not
+    zero: such a step is skipped and reported elsewhere.
     """
     parameters = trainable(engine)
     names = [name for name in parameters if is_lora_b(name) or ".modules_to_save." in name] or list(parameters)
@@ -60,8 +60,8 @@ def dead_parameters(engine) -> list[str]:
 
 
 def refuse_state(model) -> None:
-    """Refuses a module that keeps a tensor with its graph from one step to the next, such as a cache of keys: the
-    second backward would run through the first step's graph, or, detached, past it."""
+    """Refuses a module that keeps a tensor with its graph across steps, such as a key cache: the second backward would
+    run through the first step's graph, or, if detached, past it."""
     for name, module in model.named_modules():
         kept = vars(module) | vars(module).get("_buffers", {})
         for key, value in kept.items():

@@ -1,4 +1,4 @@
-"""data/lib/codec.py: the same codes as the libraries give, whatever way the weights come and however long a clip is."""
+"""data/lib/codec.py: the same codes as the libraries, for every weight format and clip length."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def noise(samples: int, seed: int = 0) -> torch.Tensor:
 
 
 def random_codebooks(model: torch.nn.Module, mean: torch.Tensor, spread: float) -> None:
-    """Fresh EnCodec and Higgs models have codebooks of zeros, which would give code 0 everywhere."""
+    """New EnCodec and Higgs models have codebooks of zeros, so that every code would be 0."""
     generator = torch.Generator().manual_seed(0)
     books = [buffer for name, buffer in model.named_buffers() if name.endswith(".embed")]
     for number, book in enumerate(books):
@@ -26,7 +26,7 @@ def random_codebooks(model: torch.nn.Module, mean: torch.Tensor, spread: float) 
 
 @pytest.fixture(scope="module")
 def encodec(tmp_path_factory) -> Path:
-    """MusicGen's codec, tiny: 32 kHz, 50 frames a second, 4 codebooks of 2048."""
+    """A tiny version of MusicGen's codec: 32 kHz, 50 frames per second, 4 codebooks of 2048."""
     torch.manual_seed(0)
     config = EncodecConfig(
         target_bandwidths=[2.2],
@@ -52,7 +52,7 @@ def encodec(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def higgs(tmp_path_factory) -> Path:
-    """The Higgs codec, tiny: 24 kHz, 25 frames a second, 8 codebooks of 1024."""
+    """A tiny Higgs codec: 24 kHz, 25 frames per second, 8 codebooks of 1024."""
     torch.manual_seed(0)
     ratios = [8, 5, 4, 2, 3]
     acoustic = {"model_type": "dac", "encoder_hidden_size": 4, "decoder_hidden_size": 64, "hidden_size": 16}
@@ -71,7 +71,7 @@ def higgs(tmp_path_factory) -> Path:
     return folder
 
 
-def test_formats(dac, encodec, higgs):
+def test_describe(dac, encodec, higgs):
     assert describe(dac) == {"sample_rate": 44100, "hop": 512, "codebooks": 9, "codebook_size": 1024}
     assert describe(encodec) == {"sample_rate": 32000, "hop": 640, "codebooks": 4, "codebook_size": 2048}
     assert describe(higgs) == {"sample_rate": 24000, "hop": 960, "codebooks": 8, "codebook_size": 1024}
@@ -89,7 +89,7 @@ def test_encodec_equals_the_library(encodec):
 
 
 def test_encodec_inside_musicgen(encodec, tmp_path):
-    """MusicGen checkpoints carry the codec as `audio_encoder`; nothing else of them is loaded."""
+    """MusicGen checkpoints contain the codec as `audio_encoder`; nothing else in them is loaded."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(encodec / "model.safetensors")
@@ -113,8 +113,8 @@ def test_higgs_equals_the_library(higgs):
     assert codec.decode(codes).ndim == 1
 
 
-def test_descript_weights_give_the_codes_of_transformers(dac, tmp_path):
-    """The same tensors through descript-audio-codec's .pth file and through DacModel."""
+def test_descript_and_transformers_weights_give_the_same_codes(dac, tmp_path):
+    """The same tensors in descript-audio-codec's .pth file and in DacModel."""
     from dac import DAC
 
     hf = DacModel.from_pretrained(dac).eval()
@@ -123,13 +123,13 @@ def test_descript_weights_give_the_codes_of_transformers(dac, tmp_path):
     other = DAC(**kwargs).eval()
     kinds = (torch.nn.Conv1d, torch.nn.ConvTranspose1d, torch.nn.Embedding)
     for part in ("encoder", "quantizer", "decoder"):
-        pairs = [
+        modules = [
             [m for m in getattr(model, part).modules() if isinstance(m, kinds) or type(m).__name__ == "Snake1d"]
             for model in (hf, other)
         ]
-        assert len(pairs[0]) == len(pairs[1])
-        for ours, theirs in zip(*pairs, strict=True):
-            if hasattr(theirs, "weight_v"):  # weight norm: v is the direction, g its length
+        assert len(modules[0]) == len(modules[1])
+        for ours, theirs in zip(*modules, strict=True):
+            if hasattr(theirs, "weight_v"):  # weight norm: v is the direction, g the length
                 theirs.weight_v.data.copy_(ours.weight.data)
                 theirs.weight_g.data.copy_(torch.linalg.vector_norm(ours.weight.data, dim=(1, 2), keepdim=True))
                 theirs.bias.data.copy_(ours.bias.data)
@@ -138,12 +138,12 @@ def test_descript_weights_give_the_codes_of_transformers(dac, tmp_path):
     torch.save({"state_dict": other.state_dict(), "metadata": {"kwargs": kwargs}}, tmp_path / "weights.pth")
     assert describe(tmp_path / "weights.pth") == describe(dac)
     wave = noise(44100)
-    through_both = [load_codec(path).encode(wave) for path in (dac, tmp_path / "weights.pth")]
-    assert torch.equal(*through_both) and len(through_both[0].unique()) > 100
+    codes = [load_codec(path).encode(wave) for path in (dac, tmp_path / "weights.pth")]
+    assert torch.equal(*codes) and len(codes[0].unique()) > 100
 
 
 @pytest.mark.parametrize("chunk", [16, 40, 60])
-def test_chunks_have_the_codes_of_the_whole(dac, chunk):
+def test_chunks_give_the_codes_of_the_whole_clip(dac, chunk):
     model = DacModel.from_pretrained(dac).eval()
     wave = noise(100 * 512 - 77)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_chunks_have_the_codes_of_the_whole(dac, chunk):
     assert torch.equal(pieces, whole)
 
 
-def test_long_file_is_chunked_by_the_command(script, clip, dac, tmp_path):
+def test_encode_splits_a_long_file_into_chunks(script, clip, dac, tmp_path):
     import datasets
 
     wave = clip(tmp_path / "in/long.wav", seconds=6.0)[:, 0]  # longer than two chunks
@@ -167,7 +167,7 @@ def test_long_file_is_chunked_by_the_command(script, clip, dac, tmp_path):
 
 
 @pytest.mark.parametrize("name, channels", [("encodec", 4), ("higgs", 8)])
-def test_command_with_other_codecs(script, clip, tmp_path, request, name, channels):
+def test_encode_and_decode_with_other_codecs(script, clip, tmp_path, request, name, channels):
     import datasets
 
     clip(tmp_path / "in/a.wav", rate=48000, channels=2)
@@ -215,7 +215,7 @@ def test_wrong_codec_flag_and_missing_tensors(script, clip, dac, encodec, tmp_pa
     assert code == 2 and "lacks tensors" in err and not (tmp_path / "out").exists()
 
 
-def test_pickle_in_codec_weights_does_not_run(script, clip, tmp_path):
+def test_pickle_in_codec_weights_is_not_executed(script, clip, tmp_path):
     clip(tmp_path / "in/a.wav")
     torch.save(Payload(tmp_path / "ran"), tmp_path / "evil.pth")
     arguments = ("--codec", "dac", "--codec-weights", tmp_path / "evil.pth", "--source", tmp_path / "in")
@@ -224,7 +224,7 @@ def test_pickle_in_codec_weights_does_not_run(script, clip, tmp_path):
 
 
 class Payload:
-    """Unpickling this would make a file."""
+    """Unpickling this creates a file, which proves that code was executed."""
 
     def __init__(self, path: Path):
         self.path = str(path)

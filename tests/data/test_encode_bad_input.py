@@ -1,4 +1,4 @@
-"""Bad input to data/encode.py: one clear sentence each, no traceback, nothing half-written."""
+"""Bad input to data/encode.py: each is a one-sentence error, without a traceback or half-written output."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Payload:
-    """Unpickling this makes a file: proof that something ran."""
+    """Unpickling this creates a file, which proves that code was executed."""
 
     def __init__(self, path: Path):
         self.path = str(path)
@@ -115,7 +115,7 @@ def test_link_loop(encode, clip, tmp_path):
     assert "unreadable file" in reasons(tmp_path / "out")["self"]
 
 
-def test_missing_audio_is_looked_for_again(encode, clip, tmp_path):
+def test_missing_audio_is_looked_up_again(encode, clip, tmp_path):
     clip(tmp_path / "a.wav")
     lines = [{"id": name, "audio": f"{name}.wav", "text": "x"} for name in "ab"]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -128,11 +128,11 @@ def test_missing_audio_is_looked_for_again(encode, clip, tmp_path):
 
 def test_every_clip_rejected(encode, clip, tmp_path):
     clip(tmp_path / "in/a.wav", seconds=0.01)
-    refused(encode(), "every one of the 1 clips was rejected", "too short")
+    refused(encode(), "all 1 clips were rejected", "too short")
     assert not (tmp_path / "out").exists()
 
 
-def test_pickle_in_codes_does_not_run(script, tmp_path):
+def test_pickle_in_pt_codes_is_not_executed(script, tmp_path):
     (tmp_path / "pt").mkdir()
     torch.save(torch.zeros(3, 9, dtype=torch.long), tmp_path / "pt/good.pt")
     torch.save(Payload(tmp_path / "ran"), tmp_path / "pt/evil.pt")
@@ -143,7 +143,7 @@ def test_pickle_in_codes_does_not_run(script, tmp_path):
     assert {"evil", "raw"} == reasons(tmp_path / "out").keys() and not (tmp_path / "ran").exists()
 
 
-def test_pickle_in_npy_does_not_run(script, tmp_path):
+def test_pickle_in_npy_codes_is_not_executed(script, tmp_path):
     (tmp_path / "npy").mkdir()
     np.save(tmp_path / "npy/good.npy", np.zeros((4, 3), int))
     np.save(tmp_path / "npy/evil.npy", np.array([Payload(tmp_path / "ran")], dtype=object), allow_pickle=True)
@@ -158,21 +158,21 @@ def test_output_is_something_else(encode, clip, tmp_path):
     clip(tmp_path / "in/a.wav")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.txt").write_text("mine")
-    refused(encode(), "no dataset of ours")
+    refused(encode(), "is not a dataset")
     assert (tmp_path / "out/thesis.txt").exists()
 
 
 def test_unwritable_output(encode, clip, tmp_path):
     clip(tmp_path / "in/a.wav")
     (tmp_path / "file").write_text("")
-    refused(encode(out=tmp_path / "file/out"), "cannot write --out")
+    refused(encode(out=tmp_path / "file/out"), "cannot write to --out")
 
 
 def test_codec_weights_that_do_not_exist(script, clip, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     clip(tmp_path / "in/a.wav")
     arguments = ("--codec", "dac", "--source", tmp_path / "in", "--out", tmp_path / "out")
-    refused(script("encode", *arguments, "--codec-weights", "no/such-codec"), "neither a path here")
+    refused(script("encode", *arguments, "--codec-weights", "no/such-codec"), "neither a local path")
     refused(script("encode", *arguments), "--codec-weights is needed")
     (tmp_path / "empty").mkdir()
     refused(script("encode", *arguments, "--codec-weights", tmp_path / "empty"), "config.json")
@@ -180,14 +180,14 @@ def test_codec_weights_that_do_not_exist(script, clip, tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 256 kB, where the system lets us mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place]
+    """A disk of 256 kB, if the system lets us mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs here")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)  # a failed test may still hold a file
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)  # a failed test may still have a file open
 
 
 def test_full_disk_then_the_same_command(encode, clip, small_disk, tmp_path):
@@ -204,7 +204,7 @@ def test_full_disk_then_the_same_command(encode, clip, small_disk, tmp_path):
 def test_read_only_disk(encode, clip, small_disk, tmp_path):
     clip(tmp_path / "in/a.wav")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    refused(encode(out=small_disk / "out"), "cannot write --out", "Read-only")
+    refused(encode(out=small_disk / "out"), "cannot write to --out", "Read-only")
 
 
 def test_no_traceback_from_the_real_command(tmp_path):

@@ -1,4 +1,4 @@
-"""The gate of the first steps: what must have a gradient, and what a run without one says."""
+"""The gradient check of the first steps: what must have a gradient, and the error of a run without one."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from common import health
+from common import gradient_check
 from common.config import UserError
 
 
@@ -19,7 +19,7 @@ def engine(request, monkeypatch):
     if request.param == "lora":
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["0", "2"]))
     model(torch.randn(5, 4)).square().sum().backward()
-    monkeypatch.setattr(health, "full_gradient", lambda parameter: parameter.grad)
+    monkeypatch.setattr(gradient_check, "full_gradient", lambda parameter: parameter.grad)
     return SimpleNamespace(module=SimpleNamespace(model=model), zero_optimization_stage=lambda: 0)
 
 
@@ -30,39 +30,39 @@ def watched(engine) -> dict:
 
 
 def test_a_healthy_first_step_has_nothing_dead(engine):
-    assert health.dead_parameters(engine) == []
+    assert gradient_check.dead_parameters(engine) == []
 
 
 @pytest.mark.parametrize("value", [None, 0.0])
 def test_a_parameter_without_a_gradient_is_named(engine, value):
     name, parameter = list(watched(engine).items())[1]
     parameter.grad = None if value is None else torch.zeros_like(parameter)
-    assert health.dead_parameters(engine) == [name]
+    assert gradient_check.dead_parameters(engine) == [name]
 
 
 def test_a_nan_is_not_dead(engine):
     next(iter(watched(engine).values())).grad.fill_(float("nan"))
-    assert health.dead_parameters(engine) == []
+    assert gradient_check.dead_parameters(engine) == []
 
 
 def test_what_stays_dead_ends_the_run_after_three_steps_and_is_named(engine):
     name, parameter = list(watched(engine).items())[1]
     parameter.grad = None
-    gate = health.Gate(closed=True)
+    check = gradient_check.GradientCheck(active=True)
     for _ in range(2):
-        gate.before_step(engine)
-        gate.after_step(engine)
-    gate.before_step(engine)
+        check.before_step(engine)
+        check.after_step(engine)
+    check.before_step(engine)
     with pytest.raises(UserError, match=name.replace(".", r"\.")):
-        gate.after_step(engine)
+        check.after_step(engine)
 
 
 def test_a_lora_matrix_that_stays_zero_after_its_step_ends_the_run(engine):
-    gate = health.Gate(closed=True)
-    gate.before_step(engine)
+    check = gradient_check.GradientCheck(active=True)
+    check.before_step(engine)
     if any("lora_B" in name for name in watched(engine)):
         with pytest.raises(UserError, match="did not move"):
-            gate.after_step(engine)
+            check.after_step(engine)
     else:
-        gate.after_step(engine)
-        assert gate.steps_left == 0
+        check.after_step(engine)
+        assert check.steps_left == 0

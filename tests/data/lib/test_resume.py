@@ -1,4 +1,4 @@
-"""data/encode.py under stress: workers, shards, kill -9, a dying worker, two runs at once."""
+"""data/lib/resume.py and pool.py, through data/encode.py: workers, shards, kill -9, a dying worker, two runs."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import psutil
 import pyarrow as pa
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLIPS = 40
 
 
@@ -38,7 +38,7 @@ def arguments(corpus, dac):
 
 @pytest.fixture(scope="module")
 def expected(arguments, tmp_path_factory) -> str:
-    """SHA-256 of the Arrow file that one uninterrupted process writes."""
+    """SHA-256 of the Arrow file written by one uninterrupted process."""
     import encode
 
     out = tmp_path_factory.mktemp("plain") / "out"
@@ -53,10 +53,10 @@ def file_hash(out: Path) -> str:
 
 
 def start(arguments: list[str], out: Path, workers: int) -> subprocess.Popen:
-    """The command in a new process, with parts written at once so that there is something to resume from."""
-    code = "import encode, usage; encode.SECONDS_PER_PART = 0.1; usage.run(encode.main)"
+    """The command in a new process; it writes part files often, so that there is something to resume from."""
+    code = "import encode; from lib import errors; encode.SECONDS_PER_PART = 0.1; errors.run(encode.main)"
     guarded = f"import sys; sys.path.insert(0, {str(ROOT / 'data')!r})\nif __name__ == '__main__': {code}"
-    script = out.parent / "run.py"  # spawned workers import the main file again
+    script = out.parent / "run.py"  # a file, because spawned workers import the main module again
     script.write_text(guarded)
     command = [sys.executable, script, *arguments, "--out", out, "--workers", str(workers)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -77,11 +77,11 @@ def rows_in_parts(out: Path) -> int:
 
 @pytest.fixture
 def count_encoded(monkeypatch):
-    from lib import pool as worker
+    from lib import pool
 
     encoded = []
-    real = worker.encode_samples
-    monkeypatch.setattr(worker, "encode_samples", lambda *args: encoded.append(1) or real(*args))
+    real = pool.encode_samples
+    monkeypatch.setattr(pool, "encode_samples", lambda *args: encoded.append(1) or real(*args))
     return encoded
 
 
@@ -102,7 +102,7 @@ def test_kill_9_then_the_same_command_continues(arguments, expected, script, cou
     assert 0 < finished < CLIPS
     code, text, err = script("encode", *arguments, "--out", out, "--workers", 1)
     assert code == 0, err
-    assert len(count_encoded) == CLIPS - finished and f"{finished} clips are encoded already" in text
+    assert len(count_encoded) == CLIPS - finished and f"{finished} clips are already encoded" in text
     assert file_hash(out) == expected
     assert not out.with_name("out.work").exists()
 
@@ -114,7 +114,7 @@ def test_two_workers_write_the_same_bytes(arguments, expected, tmp_path):
     assert file_hash(tmp_path / "out") == expected and "h audio" in err and "x real time" in err
 
 
-def test_a_dying_worker_is_one_sentence(arguments, expected, script, tmp_path):
+def test_dying_worker_is_a_one_sentence_error(arguments, expected, script, tmp_path):
     out = tmp_path / "out"
     process = start(arguments, out, workers=2)
     wait_for_parts(process, out)
@@ -150,7 +150,7 @@ def test_shard_flag_is_checked(arguments, script, tmp_path):
     assert code == 2 and "3/3" in err
 
 
-def test_second_run_at_once_is_refused(arguments, script, tmp_path):
+def test_second_run_at_the_same_time_is_refused(arguments, script, tmp_path):
     from lib import store
 
     with store.locked(tmp_path / "out.work/lock"):
@@ -158,9 +158,9 @@ def test_second_run_at_once_is_refused(arguments, script, tmp_path):
     assert code == 2 and "another process is writing here" in err
 
 
-def test_killed_between_the_renames_of_publishing(arguments, expected, script, count_encoded, tmp_path):
+def test_killed_between_the_renames_of_publish(arguments, expected, script, count_encoded, tmp_path):
     out = tmp_path / "out"
     assert script("encode", *arguments, "--out", out)[0] == 0
-    out.rename(tmp_path / "out.previous")  # the state that such a kill leaves
+    out.rename(tmp_path / "out.previous")  # as such a kill leaves it
     code, text, _ = script("encode", *arguments, "--out", out)
     assert code == 0 and "cache hit" in text and len(count_encoded) == CLIPS and file_hash(out) == expected

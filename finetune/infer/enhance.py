@@ -1,0 +1,86 @@
+"""Enhance a folder of noisy recordings with what cmgan.py or diffusion_buffer.py trained.
+
+python finetune/infer/enhance.py --run runs/tuned --source noisy_wavs --out enhanced
+python finetune/infer/enhance.py --model runs/live/export --source noisy_wavs --out enhanced --delay 5
+python finetune/infer/enhance.py --model best_ckpt/ckpt --recipe cmgan --source noisy_wavs --out enhanced
+
+Every .wav and .flac below --source is written as .wav under the same name below --out. They must be 16 kHz mono.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
+
+from common.artifacts import find_recipe
+from common.config import EXIT_USER_ERROR, UserError
+
+# Flags that only one kind of model has, and their defaults.
+OPTIONS = {
+    "cmgan": {"window_seconds": 16.0},
+    "diffusion_buffer": {"delay": 0, "temperature": 1.0, "seed": 0},
+}
+LOWEST = {"window_seconds": 2, "delay": 0, "temperature": 0}
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", type=Path, help="run folder, whose export is used")
+    what.add_argument("--model", type=Path, help="export folder, checkpoint folder or file of weights")
+    parser.add_argument("--recipe", choices=OPTIONS, help="only for a file of weights that has no config.json")
+    parser.add_argument("--source", type=Path, required=True, help="folder of noisy recordings")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the enhanced recordings")
+    cmgan = parser.add_argument_group("only for cmgan")
+    cmgan.add_argument("--window-seconds", type=float, help="length of the windows of long recordings (default: 16)")
+    buffer = parser.add_argument_group("only for diffusion_buffer")
+    buffer.add_argument("--delay", type=int, help="frames of delay; 0 = the whole buffer (default: 0)")
+    buffer.add_argument("--temperature", type=float, help="scale of the diffusion noise; 0 = none (default: 1)")
+    buffer.add_argument("--seed", type=int, help="key of the diffusion noise (default: 0)")
+    return parser.parse_args(argv)
+
+
+def options_of(args, recipe: str) -> dict:
+    """The options of this kind of model; a flag that only another kind has is an error."""
+    for other, options in OPTIONS.items():
+        for name in options:
+            if other != recipe and getattr(args, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} is for {other} models, but this is a {recipe} model.")
+    options = {}
+    for name, default in OPTIONS[recipe].items():
+        given = getattr(args, name)
+        options[name] = default if given is None else given
+        if name in LOWEST and not options[name] >= LOWEST[name]:  # refuses NaN too
+            raise UserError(f"--{name.replace('_', '-')} {given} is out of range: it takes {LOWEST[name]} or more.")
+    return options
+
+
+def enhance(args) -> None:
+    recipe = find_recipe(args.run or args.model, args.recipe, tuple(OPTIONS))
+    options = options_of(args, recipe)
+    model = args.model
+    if args.run:
+        model = args.run / "export"
+        if not model.is_dir():
+            raise UserError(f"--run {args.run} has no export: it has not finished, or ran with --no-export.")
+    if recipe == "cmgan":
+        from models.cmgan.enhance import enhance_run
+    else:
+        from models.diffusion_buffer.enhance import enhance_run
+    enhance_run(str(model), args.source, args.out, **options)
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        enhance(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""data/score.py: voice similarity and word error rate."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from score import word_error_rate
+
+
+@pytest.mark.parametrize(
+    ("text", "heard", "errors"),
+    [("one two three", "one two three", 0), ("One, two!", "one too", 0.5), ("a b", "", 1), ("a b", "x a b y", 1)],
+)
+def test_word_error_rate(text, heard, errors):
+    assert word_error_rate(text, heard) == errors
+
+
+@pytest.fixture
+def sample_folder(tmp_path, voices):
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "samples").mkdir()
+    for name in voices[:2]:
+        (tmp_path / "refs" / name).write_bytes((tmp_path / name).read_bytes())
+        (tmp_path / "samples" / name).write_bytes((tmp_path / name).read_bytes())
+        (tmp_path / "samples" / name).with_suffix(".json").write_text(json.dumps({"name": name, "text": "one two"}))
+    return tmp_path
+
+
+def score(script, folder: Path, *flags) -> dict:
+    waves = sorted((folder / "samples").glob("*.wav"))
+    code, out, err = script("score", "--references", folder / "refs", *flags, *waves)
+    assert code == 0, err
+    scores = json.loads(out.splitlines()[-1])
+    for wave in waves:
+        facts = json.loads(wave.with_suffix(".json").read_text())
+        assert facts["text"] == "one two" and facts | scores[wave.stem] == facts
+    return scores
+
+
+def test_local_models_score_samples(script, sample_folder):
+    from transformers import (
+        Wav2Vec2Config,
+        Wav2Vec2CTCTokenizer,
+        Wav2Vec2FeatureExtractor,
+        Wav2Vec2ForCTC,
+        Wav2Vec2ForXVector,
+        Wav2Vec2Processor,
+    )
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes |= {"conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+    sizes |= {"tdnn_dim": [16] * 5, "xvector_output_dim": 16, "vocab_size": 8, "pad_token_id": 0}
+    extractor = Wav2Vec2FeatureExtractor()
+    voice, words = sample_folder / "xvector", sample_folder / "ctc"
+    Wav2Vec2ForXVector(Wav2Vec2Config(**sizes)).save_pretrained(voice)
+    extractor.save_pretrained(voice)
+    (sample_folder / "vocab.json").write_text(
+        json.dumps({t: i for i, t in enumerate(["<pad>", "<unk>", "|", *"abcde"])})
+    )
+    tokenizer = Wav2Vec2CTCTokenizer(str(sample_folder / "vocab.json"), pad_token="<pad>", unk_token="<unk>")
+    Wav2Vec2ForCTC(Wav2Vec2Config(**sizes)).save_pretrained(words)
+    Wav2Vec2Processor(extractor, tokenizer).save_pretrained(words)
+    scores = score(script, sample_folder, "--similarity", voice, "--wer", words)
+    for sample in scores.values():  # each sample is its own reference
+        assert sample["similarity"] == pytest.approx(1, abs=1e-5) and sample["wer"] >= 0 and "heard" in sample
+
+
+def test_models_with_included_weights_score_samples(script, sample_folder):
+    """Optional: pip install --no-deps resemblyzer webrtcvad-wheels pocketsphinx."""
+    pytest.importorskip("resemblyzer")
+    pytest.importorskip("pocketsphinx")
+    scores = score(script, sample_folder, "--similarity", "resemblyzer", "--wer", "pocketsphinx")
+    assert all(sample["similarity"] == pytest.approx(1, abs=1e-4) and sample["wer"] >= 0 for sample in scores.values())
+
+
+@pytest.mark.parametrize("flags", [("--similarity", "resemblyzer"), ("--wer", "pocketsphinx"), ("--wer", "nothing")])
+def test_missing_model_is_a_one_sentence_error(script, sample_folder, monkeypatch, flags):
+    for name in ("resemblyzer", "pocketsphinx"):
+        monkeypatch.setitem(sys.modules, name, None)
+    waves = sorted((sample_folder / "samples").glob("*.wav"))
+    code, _, err = script("score", "--references", sample_folder / "refs", *flags, *waves)
+    assert code == 2 and ("pip install" in err or "neither a known name" in err)

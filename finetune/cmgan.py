@@ -15,7 +15,6 @@ The embedded demo runs on a laptop in a minute:
     deepspeed finetune/cmgan.py --ds ds_configs/zero2.json --steps 20 --eval-every 0
 """
 
-import copy
 import dataclasses
 import functools
 import math
@@ -36,11 +35,13 @@ from common.runtime import catch_signals, forbid_codec_imports, world_size
 class Config(PairConfig):
     epochs: float = flag(120.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
     lr: float = flag(5e-4, "peak learning rate of the generator", group="schedule", low=1e-6, high=1e-2)
-    disc_lr_ratio: float = flag(2.0, "learning rate of the discriminator, as a multiple of --lr's", group="schedule",
-                                low=0.01)  # fmt: skip
+    disc_lr_ratio: float = flag(
+        2.0, "learning rate of the discriminator, as a multiple of the generator's", group="schedule", low=0.01
+    )
     schedule: Literal["step", "cosine"] = flag("step", "learning-rate schedule after the warm-up", group="schedule")
-    decay_epochs: float = flag(30.0, "step schedule: epochs between drops of the learning rate", group="schedule",
-                               low=1e-3)  # fmt: skip
+    decay_epochs: float = flag(
+        30.0, "step schedule: epochs between drops of the learning rate", group="schedule", low=1e-3
+    )
     decay: float = flag(0.5, "step schedule: factor per drop", group="schedule", low=1e-3, high=1)
     warmup: float = flag(
         0.0, "learning-rate warm-up: a fraction of all steps (below 1) or a number of steps", group="schedule", low=0
@@ -204,13 +205,9 @@ def discriminator_loss(discriminator, batch: tuple[Labelled, float, list[float]]
     and of noisy inputs. The loss is divided by these numbers here, because each term has its own.
     """
     labelled, sounds, valid_labels = batch
-    loss = (discriminator(labelled.clean, labelled.clean) - 1).square().sum() / sounds
-    examples = [
-        (labelled.clean, other, labels, valid, count)
-        for other, labels, valid, count in zip(
-            labelled.others, labelled.labels, labelled.valid, valid_labels, strict=True
-        )
-    ]
+    clean, kinds = labelled.clean, (labelled.others, labelled.labels, labelled.valid, valid_labels)
+    loss = (discriminator(clean, clean) - 1).square().sum() / sounds
+    examples = [(clean, *kind) for kind in zip(*kinds, strict=True)]
     examples += [(*past, valid_labels[0]) for past in labelled.past]
     for clean, other, labels, valid, count in examples:
         # Without any label the mask makes this term 0, but it is still computed: every rank has the same graph, and so
@@ -223,9 +220,14 @@ def discriminator_loss(discriminator, batch: tuple[Labelled, float, list[float]]
 
 
 def evaluate(
-    networks: tuple, evaluation: Evaluation | None, run: runs.Run, ema: engine.Ema, gan_ramp: GanRamp, loop_state: dict,
+    networks: tuple,
+    evaluation: Evaluation | None,
+    run: runs.Run,
+    ema: engine.Ema,
+    gan_ramp: GanRamp,
+    loop_state: dict,
     step: int,
-) -> float | None:  # fmt: skip
+) -> float | None:
     """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
     if not evaluation:
         return None
@@ -285,6 +287,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     micro_batches_per_step = process.world * config.accumulation
     steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
     say(f"clips {len(clips):,}, {steps} steps of {micro_batches_per_step} micro-batches of {config.micro_batch} crops")
+    # A perfect estimate must have no loss: otherwise the training would aim at another sound than the clean one.
     first_batch = clips.batch(range(min(config.micro_batch, len(clips))))
     require_perfect(first_batch["noisy"], first_batch["clean"], loss_terms)
     labels = Labels(scorer, config.noisy_term, config.replay, config.seed)
@@ -298,8 +301,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     memory.report_prediction(generator, g_optimizer, ds, config, process)
     memory.report_prediction(discriminator, d_optimizer, ds, config, process)
     loss_fn = functools.partial(compute_loss, discriminator=discriminator, config=config, gan_ramp=gan_ramp)
-    g_engine = engine.start_engine(generator, loss_fn, g_optimizer, copy.deepcopy(ds))
-    d_engine = engine.start_engine(discriminator, discriminator_loss, d_optimizer, copy.deepcopy(ds))
+    g_engine = engine.start_engine(generator, loss_fn, g_optimizer, ds)
+    d_engine = engine.start_engine(discriminator, discriminator_loss, d_optimizer, ds)
     engines = {"g": g_engine, "d": d_engine}
     ema = engine.Ema(g_engine, config.ema)
     steps_per_epoch = plan.per_epoch / micro_batches_per_step
@@ -401,9 +404,10 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             ema.update(step)
             positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)  # audio samples
             epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
-            of_d = {"lr_d": lr * config.disc_lr_ratio, "grad_norm_d": grad_norm_d, "loss_d": loss_d}
-            of_labels = {"pesq_wait_s": pesq_wait_s, "pesq_missing": int(missing), "redraws": int(redraws)}
-            more = of_d | of_labels | {"silent": int(silent), "gan_level": gan_ramp.level, "epoch": epoch}
+            more = {"epoch": epoch, "gan_level": gan_ramp.level}
+            more |= {"lr_d": lr * config.disc_lr_ratio, "grad_norm_d": grad_norm_d, "loss_d": loss_d}
+            more |= {"pesq_wait_s": pesq_wait_s, "pesq_missing": int(missing)}
+            more |= {"redraws": int(redraws), "silent": int(silent)}
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, **more)
             gan_ramp.advance()
         else:

@@ -43,7 +43,7 @@ class Config(RunConfig):
         "musicgen", "initial weights of the music experts; absorbed: projections multiplied into MusicGen's matrices"
     )
     untie: Literal["ffn", "ffn+norm", "all"] = flag(
-        "ffn", "weights that music does not share with text: feed-forward, also norms, also attention"
+        "ffn", "weights that music does not share with text: feed-forward; and norms; all: and attention"
     )
     expert_gain: Literal["scalar", "channel"] = flag(
         "scalar", "learned gain on each expert's output: one value, or one per channel"

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,15 @@ def test_launcher_takes_the_number_of_ranks_and_the_ds_file(demo, tmp_path):
     done = launch("dia_lora", "--ranks", "1", "--ds", "ds_configs/zero3.json", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "ZeRO-3 on 1 ranks" in done.stdout and "dry run" in done.stdout
+
+
+@pytest.mark.distributed
+def test_two_jobs_that_start_together_do_not_share_a_port(demo):
+    """Both would find DeepSpeed's default port free; then one fails, or the ranks of one join the other."""
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(launch, "dia_lora", "--dry-run") for _ in range(2)]
+    for done in (job.result() for job in jobs):
+        assert done.returncode == 0 and "measured peak" in done.stdout, done.stdout[-3000:]
 
 
 @pytest.mark.distributed

@@ -36,4 +36,22 @@ def load_pretrained(model_class, config_class, path: str, dtype, revision: str |
         raise UserError(
             f"--model {path} lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}."
         )
+    restore_rope(model)
     return model
+
+
+def restore_rope(model) -> None:
+    """Computes the RoPE frequencies again, in fp32.
+
+    Under ZeRO-3 from_pretrained runs inside deepspeed.zero.Init, which rounds every floating tensor created there to
+    the engine's precision. In bf16 the angles would be wrong by a radian after 1000 positions, silently: ZeRO-2 and
+    every later use of the export compute them in fp32.
+    """
+    import torch
+
+    for module in model.modules():
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            exact = type(module)(module.config)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                value = getattr(exact, name).to(buffer.device)
+                setattr(module, name, torch.nn.Buffer(value, persistent=name not in module._non_persistent_buffers_set))

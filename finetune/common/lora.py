@@ -39,7 +39,9 @@ def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, group_ran
     }
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, target_modules=targets, rank_pattern=ranks, **options)
-    peft_model = get_peft_model(model, config)
+    # PEFT would make the matrices fp32. Without ZeRO-3 DeepSpeed casts them to the precision of the run, with ZeRO-3 it
+    # does not: there the update would be computed in fp32, with a quarter more activation memory.
+    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
     wrapped = {
         name
         for name, module in model.named_modules()

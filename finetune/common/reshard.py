@@ -78,7 +78,8 @@ def load(folder: Path, engine, ema) -> None:
     for i, master in enumerate(masters(engine, parameters=True)):
         master.data.copy_(shares["fp32"][i])
         state = engine.optimizer.optimizer.state[master]
-        state["step"] = step if offloaded(engine) else torch.tensor(float(step))
+        # Fused AdamW needs its step counter on the device of the parameter.
+        state["step"] = step if offloaded(engine) else torch.tensor(float(step), device=master.device)
         for key in MOMENTS:
             state[key] = shares[key][i].to(master.device)
     if ema.decay:

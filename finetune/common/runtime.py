@@ -192,20 +192,13 @@ def init_process(timeout_minutes: float = 30) -> Process:
     elif "OMP_NUM_THREADS" not in os.environ:
         # If every rank starts one thread per core, they fight for the cores: 2 ranks on 2 cores ran at half speed.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    # On a CPU DeepSpeed would compile its shared-memory collective, which only tensor-parallel inference uses. It needs
+    # a C++ compiler, takes a minute once, and leaves 66 MB per rank in /dev/shm after every run.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), verbose=False)
     if rank == 0:
         note.unlink(missing_ok=True)
-    if world > 1:
-        torch.distributed.barrier()
-        _drop_buffer_name(rank)
     return Process(rank, world, torch.device(accelerator.device_name(local_rank)), resident_bytes("VmRSS"))
-
-
-def _drop_buffer_name(rank: int) -> None:
-    """DeepSpeed's CPU collectives leave 66 MB per rank in /dev/shm after every run. Once all ranks have mapped the
-    buffer, its name can be removed: the memory is then freed with the last process, however that one ends."""
-    job = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{job}_{rank}").unlink(missing_ok=True)
 
 
 def _agree_on_free_port(rank: int, world: int, note: Path) -> str:

@@ -70,6 +70,8 @@ def check_diffusion_buffer(flags: dict, changes: dict, scorer: Scorer) -> None:
     import diffusion_buffer
     from models.diffusion_buffer.diagnose import diagnose
 
+    if "eval_data" in changes:
+        changes |= {"data": changes["eval_data"]}  # its checks look at the training data, with no network
     diagnose(build_config(diffusion_buffer.Config, flags, **changes), scorer)
 
 

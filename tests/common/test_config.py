@@ -34,12 +34,44 @@ ALIASES = """
     --learning-rate --num-train-epochs --max-steps --gradient-accumulation-steps --warmup-steps --warmup-ratio
     --save-steps --eval-steps --save-total-limit --output-dir --resume-from-checkpoint --bf16
 """
+
+
+def without(flags: str, gone: str) -> str:
+    return " ".join(flag for flag in flags.split() if flag not in gone.split())
+
+
 FLAGS = {
-    "dia_lora": f"""{RUN_FLAGS.replace("--weight-decay", "")} {DIA_FLAGS}
+    "dia_lora": f"""{without(RUN_FLAGS, "--weight-decay")} {DIA_FLAGS}
         --lora-groups --lora-rank --lora-alpha --lora-dropout --group-ranks --rslora --no-rslora --dora --no-dora
         --quantize {ALIASES}
     """,
     "dia_full": f"{RUN_FLAGS} {DIA_FLAGS} --channels --freeze --layer-decay --rehearsal {ALIASES}",
+    "higgs_clone": f"""{RUN_FLAGS}
+        --revision --preset --io --lora-rank --lora-alpha --lora-dropout --rslora --no-rslora --dora --no-dora
+        --quantize
+        --text-loss --codebook-weights --allow-no-ref --no-allow-no-ref --normalise-text --no-normalise-text
+        --max-positions --over-long --packing --no-packing --max-start-loss --promote-worse --no-promote-worse
+        --greedy --no-greedy --sample-frames --similarity --wer --codec-name {ALIASES}
+    """,
+    "llama_mot": f"""{RUN_FLAGS}
+        --deepspeed --no-deepspeed --min-coverage --musicgen --experts --untie --expert-gain --expert-gain-start
+        --train-parts --adapter --ids --layout --profile --max-seq --max-text --max-audio --over-long-text
+        --allow-empty-text --no-allow-empty-text --text-dropout --loss-vocab --codebook-weights --copied-lr
+        --sample-frames --temperature --top-k --guidance {ALIASES}
+    """,
+    "cmgan": f"""{without(RUN_FLAGS, "--micro-tokens --optimizer")}
+        --test-data --micro-batch --eval-files --seconds --hold-out --pesq-workers
+        --disc-lr-ratio --schedule --decay-epochs --decay --channels --disc-channels --w-ri --w-mag --w-time --w-gan
+        --noisy-term --no-noisy-term --replay --gan-gate --gan-gate-open --gan-gate-close --gan-ramp
+        --probe --probe-every --max-pesq-invalid --window-seconds {ALIASES}
+    """,
+    "diffusion_buffer": f"""
+        {without(RUN_FLAGS, "--micro-tokens --optimizer --gradient-checkpointing --no-gradient-checkpointing")}
+        --micro-batch --eval-files --hold-out --pesq-workers
+        --overfit --schedule --patience --drop --best-by --network --width --block --n-fft --hop --frames --buffer
+        --buffer-low --sde-c --sde-k --t-eps --t-max --reverse-start --loss --output-scale --times --context-time
+        --context-noise --context-own --level --phase --gain-low --gain-high --pad-short --no-pad-short {ALIASES}
+    """,
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from helpers.higgs_support import make_pairs
+from helpers.higgs_support import make_clips
 
 RATE = 24000
 
@@ -26,12 +26,12 @@ def encode(script, tmp_path, higgs_demo):
 
 
 def check_pair(higgs_demo, folder: Path, texts: tuple[str, str]) -> None:
-    pairs = make_pairs(higgs_demo, folder)
-    [row] = pairs.rows([0])
-    prompt, dropped = pairs.chat.decode([i for i in row.ids if i not in (pairs.layout.audio, pairs.layout.delay)])
+    clips = make_clips(higgs_demo, folder)
+    [row] = clips.rows([0])
+    prompt, dropped = clips.chat.decode([i for i in row.ids if i not in (clips.layout.audio, clips.layout.delay)])
     assert not dropped and prompt.index(texts[0]) < prompt.index(texts[1])
-    target, reference = pairs.kept[0], pairs.reference[pairs.kept[0]]
-    assert len(row.frames) == pairs.tokens.frames[[target, reference]].sum() + 18
+    target, reference = clips.kept[0], clips.reference[clips.kept[0]]
+    assert len(row.frames) == clips.tokens.frames[[target, reference]].sum() + 18
 
 
 def test_manifest_of_targets_and_references(encode, voices, tmp_path, higgs_demo):
@@ -40,8 +40,8 @@ def test_manifest_of_targets_and_references(encode, voices, tmp_path, higgs_demo
     (tmp_path / "m.jsonl").write_text(json.dumps(item))
     encode("m.jsonl", "--format", "jsonl")
     check_pair(higgs_demo, tmp_path / "tokens", ("the reference.", "the target."))
-    [row] = make_pairs(higgs_demo, tmp_path / "tokens").rows([0])
-    assert "A street." in make_pairs(higgs_demo, tmp_path / "tokens").chat.decode(row.ids)[0]
+    [row] = make_clips(higgs_demo, tmp_path / "tokens").rows([0])
+    assert "A street." in make_clips(higgs_demo, tmp_path / "tokens").chat.decode(row.ids)[0]
 
 
 def test_chat(encode, voices, tmp_path, higgs_demo):
@@ -61,10 +61,10 @@ def test_pair_speakers(encode, voices, script, tmp_path, higgs_demo):
     encode("m.jsonl", "--format", "jsonl")
     code, out, err = script("pair_speakers", tmp_path / "tokens", "--out", tmp_path / "pairs", "--min-seconds", "0.4")
     assert code == 0, err
-    pairs = make_pairs(higgs_demo, tmp_path / "pairs")
-    names = [pairs.tokens.id(i) for i in range(len(pairs.tokens))]
+    clips = make_clips(higgs_demo, tmp_path / "pairs")
+    names = [clips.tokens.id(i) for i in range(len(clips.tokens))]
     assert len(pairs) == len(voices)
-    assert all(names[i].split("_")[0] == names[pairs.reference[i]].split("_")[0] for i in pairs.kept)
+    assert all(names[i].split("_")[0] == names[clips.reference[i]].split("_")[0] for i in clips.kept)
 
 
 def test_unusable_recordings_are_rejected_with_a_reason(encode, voices, tmp_path):

@@ -55,12 +55,6 @@ SMALL = {
 }
 
 
-def stage_file(folder: Path, stage: int) -> str:
-    path = folder / f"zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    return str(path)
-
-
 def poison_letter_q(source: Path, target: Path) -> Path:
     """A checkpoint whose embedding of the letter q is NaN: a clip with a q in its text has a NaN loss."""
     shutil.copytree(source, target)

@@ -15,6 +15,28 @@ from models.mot.data import pad
 from models.mot.layout import Layout, music
 
 DS = {"zero_optimization": {"stage": 0}}
+# Clipping is active, decay is on, rates differ by group, captions are dropped: each could be wrong on two ranks.
+SMALL = {
+    "untie": "all",
+    "precision": "fp32",
+    "lr": 5e-4,
+    "copied_lr": 0.5,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.1,
+    "warmup": 2.0,
+    "steps": 4,
+    "micro_tokens": 500,
+    "accumulation": 2,
+    "text_dropout": 0.3,
+    "samples": 0,
+    "eval_every": 0,
+    "save_every": 0,
+}
+
+
+def assets(demo) -> dict:
+    tokens = str(demo / "tokens")
+    return {"model": str(demo / "llama"), "musicgen": str(demo / "musicgen"), "data": tokens, "eval_data": tokens}
 
 
 def build(demo, kind="musicgen", untie="ffn", gain="scalar", full=False, donor=None, llama=None, seed=0, **layout):

@@ -70,6 +70,13 @@ def run_recipe(*arguments, world: int = 2, recipe: str = "dia_lora") -> tuple[li
     return finish(start_ranks(ROOT / "finetune" / f"{recipe}.py", list(arguments), world))
 
 
+def stage_file(folder: Path, stage: int) -> str:
+    """A DeepSpeed JSON of this ZeRO stage."""
+    path = folder / f"zero{stage}.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    return str(path)
+
+
 def metrics(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -17,35 +17,14 @@ from common.pairs import PairDataset
 from common.plan import Plan
 from common.runtime import Process
 from helpers import support
+from helpers.cmgan_support import SMALL
 from models.cmgan import signal
 from models.cmgan.enhance import enhance
 from models.cmgan.network import StepBatchNorm
 
 pytestmark = pytest.mark.distributed
 
-SMALL = {
-    "channels": 8,
-    "disc_channels": 4,
-    "seconds": 0.5,
-    "micro_batch": 1,
-    "accumulation": 2,
-    "steps": 3,
-    "lr": 2e-4,  # at 5e-4 the largest difference to one process is 1e-5, not 1e-6; why was not looked into
-    "warmup": 2.0,
-    "ema": 0.0,
-    "eval_every": 0,
-    "save_every": 0,
-    "samples": 0,
-    "probe": 8,
-    "gradient_checkpointing": False,
-}
 ONE = Process(0, 1, torch.device("cpu"))
-
-
-def stage_file(folder, stage: int) -> str:
-    path = folder / f"zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    return str(path)
 
 
 PLAN = Plan(np.full(48, 8000), 8000, 0)  # of the three voices that are trained on
@@ -73,12 +52,12 @@ def runs(datasets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     name = PairDataset(str(datasets / "train"), 16000).id(PLAN.micro_batch(1)[1][0])
     configs = {
-        "zero0": {"ds": stage_file(folder, 0)},
-        "zero1": {"ds": stage_file(folder, 1), "noisy_term": True, "replay": 2},
+        "zero0": {"ds": support.stage_file(folder, 0)},
+        "zero1": {"ds": support.stage_file(folder, 1), "noisy_term": True, "replay": 2},
         "zero2": {"ds": "ds_configs/zero2.json", "ema": 0.9, "eval_every": 2, "eval_data": str(datasets / "eval")},
         "checkpointing": {"ds": "ds_configs/zero2.json", "gradient_checkpointing": True, "steps": 2},
         "bf16": {"ds": "ds_configs/zero2.json", "precision": "bf16", "steps": 2},
-        "silent": {"ds": stage_file(folder, 1), "data": str(datasets / "silent"), "max_pesq_invalid": 1.0},
+        "silent": {"ds": support.stage_file(folder, 1), "data": str(datasets / "silent"), "max_pesq_invalid": 1.0},
     }
     data = str(datasets / "train")
     jobs = [{"config": {**SMALL, "data": data, **c, "out": str(folder / n)}} for n, c in configs.items()]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from test_cmgan import SMALL, stage_file
 
 import cmgan
 from common import engine
@@ -23,6 +22,7 @@ from common.runs import Run
 from common.runtime import init_process
 from common.scorer import Scorer
 from helpers import support
+from helpers.cmgan_support import SMALL
 from infer import enhance as infer_enhance
 from models.cmgan import evaluate as evaluate_module
 from models.cmgan import labels as labels_module
@@ -89,7 +89,7 @@ def test_mutation_an_unfrozen_discriminator_learns_something_else(trained, tmp_p
 
     With ZeRO-0 nothing says so; ZeRO-2 refuses a second gradient.
     """
-    options = {"steps": 1, "hold_out": [], "ds": stage_file(tmp_path, 0)}
+    options = {"steps": 1, "hold_out": [], "ds": support.stage_file(tmp_path, 0)}
     honest, _ = trained(**options)
     again, _ = trained(**options, out=tmp_path / "again")
     monkeypatch.setattr(engine, "frozen", lambda model: contextlib.nullcontext())

@@ -14,7 +14,7 @@ from common.ds_config import resolve_ds
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.dia_plain import train_plain
-from helpers.dia_support import SMALL, poison_letter_q, stage_file
+from helpers.dia_support import SMALL, poison_letter_q
 from helpers.rank_server import Runs
 from models.dia.data import Clips
 from models.dia.layout import layout_of
@@ -22,6 +22,7 @@ from models.dia.weights import load_dia
 
 pytestmark = pytest.mark.distributed
 
+ZERO2 = pytest.param("zero2", marks=pytest.mark.quick)
 LEARNING = {
     **SMALL,
     "lora_groups": ["attn_mlp", "head"],
@@ -40,7 +41,7 @@ def runs(demo, two_ranks, tmp_path_factory):
     poisoned = poison_letter_q(demo / "dia", folder / "poisoned-dia")
     q_clip = dataset_with_one_q(demo, folder / "q-tokens")
     configs = {
-        "zero0": {**SMALL, "ds": stage_file(folder, 0)},
+        "zero0": {**SMALL, "ds": support.stage_file(folder, 0)},
         "zero2": {**SMALL, "ds": "ds_configs/zero2.json"},
         "zero3": {**SMALL, "ds": "ds_configs/zero3.json"},
         "zero2_offload": {**SMALL, "ds": "ds_configs/zero2_offload.json"},
@@ -55,7 +56,7 @@ def runs(demo, two_ranks, tmp_path_factory):
         "8bit": {**LEARNING, "ds": "ds_configs/zero2.json", "quantize": "8bit"},
     }
     poison = {"text_dropout": 0.0, "data": str(q_clip), "model": str(poisoned)}
-    configs |= {f"nan{stage}": {**SMALL, **poison, "ds": stage_file(folder, stage)} for stage in (0, 2, 3)}
+    configs |= {f"nan{stage}": {**SMALL, **poison, "ds": support.stage_file(folder, stage)} for stage in (0, 2, 3)}
     assets = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
     configs = {name: assets | config for name, config in configs.items()}
     return Runs(two_ranks, "dia_lora", folder, configs, after="helpers.dia_support:probe")
@@ -83,7 +84,7 @@ def config_for(demo, ds, **changes) -> dia_lora.Config:
 @pytest.fixture(scope="module")
 def plain(demo, tmp_path_factory):
     """The same training in one process with torch's own AdamW, clipping and cross-entropy: weights and averages."""
-    config = config_for(demo, stage_file(tmp_path_factory.mktemp("plain"), 0))
+    config = config_for(demo, support.stage_file(tmp_path_factory.mktemp("plain"), 0))
     model = dia_lora.build_model(config, resolve_ds(config.ds, config, 1), {})
     clips = Clips(TokenDataset(config.data), layout_of(model.get_base_model().config), config, {}, train=True)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -101,7 +102,7 @@ def assert_same(found: dict, expected: dict, tolerance: float) -> None:
     assert any(float(value.abs().max()) > 1e-3 for name, value in found.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("run", ["zero0", "zero2", "zero3", "checkpointing", "zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("run", ["zero0", ZERO2, "zero3", "checkpointing", "zero2_offload", "zero3_offload"])
 def test_two_ranks_equal_one_process(runs, plain, run):
     weights, _, losses = plain
     assert_same(adapter(runs / run), weights, tolerance=1e-6)
@@ -114,7 +115,7 @@ def test_exported_average_equals_one_process(runs, plain, run):
     assert_same(adapter(runs / run), plain[1], tolerance=1e-6)
 
 
-@pytest.mark.parametrize("run", ["zero2", "ema2", "ema3"])
+@pytest.mark.parametrize("run", [ZERO2, "ema2", "ema3"])
 def test_evaluation_is_the_exported_models_on_any_number_of_ranks(runs, demo, run):
     config = config_for(demo, "ds_configs/zero2.json")
     from peft import PeftModel
@@ -139,7 +140,7 @@ def test_evaluation_is_the_exported_models_on_any_number_of_ranks(runs, demo, ru
 # ---- what comes out --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["zero2", "zero3", "zero3_offload", "head"])
+@pytest.mark.parametrize("run", [ZERO2, "zero3", "zero3_offload", "head"])
 def test_adapter_loads_with_plain_peft_and_gives_the_engines_logits(runs, demo, run):
     from peft import PeftModel
     from transformers import DiaForConditionalGeneration
@@ -193,6 +194,7 @@ def test_adapter_of_a_4bit_base_reloads(runs, demo):
     assert np.abs(logits - np.load(runs / "4bit" / "probe.npz")["logits"]).max() <= 1e-4
 
 
+@pytest.mark.quick
 def test_training_never_imports_a_codec_or_a_resampler(runs):
     modules = set(json.loads((runs / "zero2" / "modules.json").read_text()))
     assert "torch" in modules
@@ -200,6 +202,7 @@ def test_training_never_imports_a_codec_or_a_resampler(runs):
     assert "transformers.models.dac.modeling_dac" not in modules
 
 
+@pytest.mark.quick
 def test_nothing_stays_in_shared_memory_however_the_ranks_end(runs):
     """The names of the ranks' buffers are gone while the ranks still run, so that not even kill -9 leaves them."""
     assert json.loads((runs / "zero2" / "buffers.json").read_text()) == []

@@ -59,12 +59,6 @@ def int16(wave):
     return (np.clip(wave, -1, 1) * 32767).astype(np.int16)
 
 
-def stage_file(folder, stage: int) -> str:
-    path = folder / f"zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
     """All two-rank runs of this file, trained by one pair of processes; name -> run folder."""
@@ -73,8 +67,8 @@ def runs(data, tmp_path_factory):
     evaluated = {**zero2, "hold_out": ["held"], "eval_files": 1}
     bf16 = {**zero2, "precision": "bf16", "steps": 3}
     jobs = {
-        "zero0": {"config": {"ds": stage_file(folder, 0)}},
-        "zero1": {"config": {"ds": stage_file(folder, 1)}},
+        "zero0": {"config": {"ds": support.stage_file(folder, 0)}},
+        "zero1": {"config": {"ds": support.stage_file(folder, 1)}},
         "zero2": {"config": evaluated | {"samples": 1}},
         "split": {"config": {**evaluated, "micro_batch": 4, "accumulation": 1}},
         "ones": {"config": {**evaluated, "micro_batch": 1, "accumulation": 4}},

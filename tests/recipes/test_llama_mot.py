@@ -14,7 +14,7 @@ import llama_mot
 from common.plan import Plan
 from common.tokens import TokenDataset
 from helpers import mot_ranks, support
-from helpers.mot_support import build, reference_loss
+from helpers.mot_support import SMALL, assets, build, reference_loss
 from models.mot.build import calibrate, choose_parts
 from models.mot.data import Clips, Tokenizer
 from models.mot.evaluate import baselines
@@ -22,23 +22,6 @@ from models.mot.weights import load_adapter
 
 pytestmark = pytest.mark.distributed
 
-# Clipping is active, decay is on, rates differ by group, captions are dropped: each could be wrong on two ranks.
-SMALL = {
-    "untie": "all",
-    "precision": "fp32",
-    "lr": 5e-4,
-    "copied_lr": 0.5,
-    "weight_decay": 0.1,
-    "max_grad_norm": 0.1,
-    "warmup": 2.0,
-    "steps": 4,
-    "micro_tokens": 500,
-    "accumulation": 2,
-    "text_dropout": 0.3,
-    "samples": 0,
-    "eval_every": 0,
-    "save_every": 0,
-}
 LEARNING = {**SMALL, "lr": 5e-3, "copied_lr": 1.0, "max_grad_norm": 1.0, "steps": 20, "micro_tokens": 1400}
 LEARNING["accumulation"] = 1
 UNEVEN = [
@@ -48,24 +31,13 @@ UNEVEN = [
 ]
 
 
-def stage_file(folder, stage: int) -> str:
-    path = folder / f"zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    return str(path)
-
-
-def assets(demo) -> dict:
-    tokens = str(demo / "tokens")
-    return {"model": str(demo / "llama"), "musicgen": str(demo / "musicgen"), "data": tokens, "eval_data": tokens}
-
-
 @pytest.fixture(scope="module")
 def runs(demo_mot, tmp_path_factory):
     """All two-rank runs of this file, by one pair of processes; name -> run folder."""
     folder = tmp_path_factory.mktemp("runs")
     zero2, zero3 = "ds_configs/zero2.json", "ds_configs/zero3.json"
     configs = {
-        "zero0": {**SMALL, "ds": stage_file(folder, 0)},
+        "zero0": {**SMALL, "ds": support.stage_file(folder, 0)},
         "zero2": {**SMALL, "ds": zero2},
         "zero3": {**SMALL, "ds": zero3},
         "zero3_offload": {**SMALL, "ds": "ds_configs/zero3_offload.json"},
@@ -78,7 +50,7 @@ def runs(demo_mot, tmp_path_factory):
     }
     jobs = [{**assets(demo_mot), **config, "out": str(folder / name)} for name, config in configs.items()]
     for stage in (1, 2, 3):
-        stage_file(folder, stage)
+        support.stage_file(folder, stage)
     uneven = {"demo": str(demo_mot), "out": str(folder), "cases": UNEVEN}
     (folder / "jobs.json").write_text(json.dumps({"runs": jobs, "uneven": uneven}))
     ranks = support.start_ranks(support.ROOT / "tests" / "helpers" / "mot_ranks.py", [folder / "jobs.json"])

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from test_llama_mot import SMALL, assets
 
 import llama_mot
 from common import single_process
@@ -13,6 +12,7 @@ from common.ds_config import resolve_ds
 from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support
+from helpers.mot_support import SMALL, assets
 
 ENCODEC = {"codec": "encodec", "sample_rate": 32000, "hop": 640, "codebooks": 4, "codebook_size": 2048, "channels": 4}
 

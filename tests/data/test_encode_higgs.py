@@ -63,7 +63,7 @@ def test_pair_speakers(encode, voices, script, tmp_path, higgs_demo):
     assert code == 0, err
     clips = make_clips(higgs_demo, tmp_path / "pairs")
     names = [clips.tokens.id(i) for i in range(len(clips.tokens))]
-    assert len(pairs) == len(voices)
+    assert len(clips) == len(voices)
     assert all(names[i].split("_")[0] == names[clips.reference[i]].split("_")[0] for i in clips.kept)
 
 

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from common import checkpoint
 from common.checkpoint import write_json
 from common.config import EXIT_STOPPED, RunConfig, UserError
@@ -53,6 +55,9 @@ class Run:
         if self.checkpoint:
             state = checkpoint.read_state(self.checkpoint, self.identity, config.force_resume)
             self.start_step, self.best = state["step"], state["best"]
+            if process.device.type == "cpu" and state["threads"] != torch.get_num_threads():
+                say(f"warning: resuming with {torch.get_num_threads()} threads per rank instead of {state['threads']}:"
+                    " sums are added in another order, so losses may differ in their last digits")  # fmt: skip
         on_main(lambda: lock(self.folder), process)  # from here on the folder exists
         warmup = warmup_steps(config.warmup, steps)
         if warmup > 0.3 * steps:
@@ -138,6 +143,7 @@ class Run:
         began = time.monotonic()
         self.wait_for_checkpoint()
         state = {"step": step, "identity": self.identity, "best": self.best, "loop_state": loop_state or {}}
+        state["threads"] = torch.get_num_threads()
         self.pending = checkpoint.save(
             self.checkpoints, engine, state, ema, self.process, self.config.keep, score, rank_state, background=True
         )
@@ -249,6 +255,7 @@ def write_config(folder: Path, recipe: str, config: RunConfig, ds: dict, more: d
             "config": dataclasses.asdict(config),
             "ds_config": ds,
             **more,
+            "threads": torch.get_num_threads(),  # per rank; part of what makes CPU runs equal bit for bit
             "versions": {name: _version(name) for name in PACKAGES},
             "git_commit": _git_commit(),
         },

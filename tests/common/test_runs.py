@@ -1,6 +1,7 @@
 """The run folder and what identifies a run."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
@@ -37,6 +38,28 @@ def test_config_json_holds_what_a_repetition_needs(tmp_path):
     assert written["config"] == dataclasses.asdict(RunConfig(seed=5)) and written["ranks"] == 2
     assert {"torch", "deepspeed", "transformers", "peft"} <= set(written["versions"])
     assert len(written["git_commit"]) in (7, 40) and [p.name for p in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+def test_a_run_that_resumes_with_other_threads_says_so(tmp_path, one_rank, capsys):
+    """Bit equality holds between runs with the same number of threads: another number is another order of sums."""
+    import torch
+
+    from common.runs import Run
+
+    ds, config = {"zero_optimization": {"stage": 2}}, RunConfig(out=str(tmp_path))
+    first = Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4)
+    assert json.loads((tmp_path / "config.json").read_text())["threads"] == torch.get_num_threads()
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    folder.mkdir(parents=True)
+    state = {"step": 2, "best": None, "identity": first.identity, "loop_state": {}, "threads": 7}
+    for threads, said in ((7, True), (torch.get_num_threads(), False)):
+        text = json.dumps(state | {"threads": threads})
+        (folder / "trainer_state.json").write_text(text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        (folder / "manifest.json").write_text(json.dumps({"trainer_state.json": digest}))
+        capsys.readouterr()
+        assert Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4).start_step == 2
+        assert (f"{torch.get_num_threads()} threads per rank instead of 7" in capsys.readouterr().out) == said
 
 
 def test_the_run_folder_is_out_or_named_after_recipe_and_time(one_rank):

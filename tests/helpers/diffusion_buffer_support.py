@@ -1,12 +1,15 @@
 """What the tests and benchmarks of the Diffusion Buffer share: a synthetic pair, batches of it, overfitting it."""
 
+import contextlib
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.keyed_random import generator
 from diffusion_buffer import compute_loss
+from models.diffusion_buffer.data import Clips
 from models.diffusion_buffer.diagnose import clips_of
 from models.diffusion_buffer.network import build_network
 from models.diffusion_buffer.signal import RATE, Spec
@@ -58,3 +61,41 @@ def overfit(
         if watch:
             watch(step, network)
     return network, losses
+
+
+# ---- in the ranks (rank_server.py) -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def disturbed(recipe, process, nan=None, inf=False, fits=99, scores=None):
+    """`nan`: this clip's samples are NaN. `inf`: the loss is infinite under autocast. `fits`: a micro-batch of more
+    crops is too much for the main rank's memory. `scores`: what the evaluations from step 1 on return."""
+    item, loss_fn, evaluate = Clips.item, recipe.compute_loss, recipe.evaluate
+
+    def item_with_nan(self, row, epoch, name, spec):
+        sample = item(self, row, epoch, name, spec)
+        if name == nan:
+            sample["noisy"][:] = float("nan")
+        return sample
+
+    def disturbed_loss(model, batch, spec):
+        if process.is_main and len(batch["ids"]) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        output = loss_fn(model, batch, spec)
+        return output._replace(loss_sum=output.loss_sum * float("inf")) if inf and batch["autocast"] else output
+
+    def scored(model, clips, run, ema, step):
+        score = evaluate(model, clips, run, ema, step)
+        return scores[step - 1] if scores and step else score
+
+    Clips.item, recipe.compute_loss, recipe.evaluate = item_with_nan, disturbed_loss, scored
+    try:
+        yield
+    finally:
+        Clips.item, recipe.compute_loss, recipe.evaluate = item, loss_fn, evaluate
+
+
+def save_network(engine, config, process) -> None:
+    """RUN/network-RANK.pt"""
+    if not config.dry_run:
+        torch.save(engine.module.model.state_dict(), Path(config.out) / f"network-{process.rank}.pt")

@@ -58,7 +58,7 @@ def logits_of(model, config, indices=(0, 1)):
     return model(**batch, use_cache=False).logits
 
 
-def text_only_rank(process, model: str, ds: str, out: str) -> None:
+def text_only_rank(process, scorer, model: str, ds: str, out: str) -> None:
     """Three optimizer steps in which the second rank has a chat without any audio."""
     import json
     from pathlib import Path
@@ -104,7 +104,7 @@ def text_only(clips) -> dict:
     return collate([build_row("text only", ids, [], clips.layout, answer=False)], clips.layout)
 
 
-def start_from(process, source: str, target: str, name: str) -> None:
+def start_from(process, scorer, source: str, target: str, name: str) -> None:
     """A run folder that holds only this checkpoint of another run."""
     import json
     import shutil
@@ -119,3 +119,13 @@ def start_from(process, source: str, target: str, name: str) -> None:
         Path(target, "checkpoints/index.json").write_text(json.dumps({"checkpoints": kept}))
 
     on_main(copy, process)
+
+
+def probe(engine, config, process) -> None:
+    """RUN/probe.npz and RUN/modules.json: see dia_support.write_probe."""
+    import torch
+
+    from helpers.dia_support import write_probe
+
+    with torch.no_grad():
+        write_probe(logits_of(engine.module.model.eval(), config), config, process)

@@ -1,15 +1,8 @@
-"""One pair of ranks for all two-rank runs of Llama MoT: an import of the libraries costs 10 s.
-
-mot_ranks.py JOBS.json     {"runs": [config, ...], "uneven": {"demo": folder, "out": folder, "cases": [...]}}
-"""
+"""What the ranks of the Llama MoT tests do besides training (rank_server.py)."""
 
 import json
-import os
 import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "finetune"), str(ROOT / "tests")]
 
 UNEVEN_STEPS = 4
 
@@ -27,27 +20,16 @@ def targets(batch) -> int:
     return int((batch["labels"] != -100).sum())
 
 
-def main() -> None:
-    from common.runtime import forbid_codec_imports
-
-    forbid_codec_imports()
-    import llama_mot
-    from common.ds_config import resolve_ds
-    from common.runtime import init_process
-
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    process = init_process()
-    for job in jobs["runs"]:
-        config = llama_mot.Config(**job)
-        llama_mot.train(config, process, resolve_ds(config.ds, config, process.world))
-        if process.is_main:
-            modules = sorted(name for name, module in sys.modules.items() if module)
-            (Path(config.out) / "modules.json").write_text(json.dumps(modules))
-    for case in jobs["uneven"]["cases"]:
-        uneven(Path(jobs["uneven"]["demo"]), Path(jobs["uneven"]["out"]), process, **case)
+def write_modules(engine, config, process) -> None:
+    """RUN/modules.json: what the process has imported."""
+    if process.is_main:
+        modules = sorted(name for name, module in sys.modules.items() if module)
+        (Path(config.out) / "modules.json").write_text(json.dumps(modules))
 
 
-def uneven(demo: Path, out: Path, process, name: str, stage: int, untie: str, recompute: bool) -> None:
+def uneven(process, scorer, demo: str, out: str, ds: str, untie: str, recompute: bool) -> None:
+    """OUT/RANK.safetensors: the adapter after a few steps in which the second rank has no music at first."""
+    demo, out = Path(demo), Path(out)
     import torch
     from safetensors.torch import save_file
 
@@ -58,7 +40,7 @@ def uneven(demo: Path, out: Path, process, name: str, stage: int, untie: str, re
     from models.mot.weights import adapter_weights
 
     config = llama_mot.Config(
-        ds=str(out / f"zero{stage}.json"),
+        ds=ds,
         model=str(demo / "llama"),
         data="-",
         musicgen=str(demo / "musicgen"),
@@ -83,10 +65,5 @@ def uneven(demo: Path, out: Path, process, name: str, stage: int, untie: str, re
     output = ds_engine(text_batch(model, [[5, 6, 7 + process.rank]]))
     engine.backward(ds_engine, output.loss_sum, 1.0, process.world)
     stale = max(float(engine.full_gradient(p).abs().max()) for p in engine.trainable(ds_engine).values())
-    save_file(weights | {"stale": torch.tensor(stale)}, out / f"{name}-{process.rank}.safetensors")
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)
+    out.mkdir(exist_ok=True)
+    save_file(weights | {"stale": torch.tensor(stale)}, out / f"{process.rank}.safetensors")

@@ -93,7 +93,8 @@ class Runs:
 
     def __init__(self, server: RankServer, recipe: str, folder: Path, configs: dict[str, dict], **options):
         """`options`: further arguments of `train` below, the same for all configs; a config may have its own under
-        the key "_options". A config can be a function, so that it may depend on other runs."""
+        the key "_options". A config can be a function, so that it may depend on other runs, or
+        ("module:function", {...}) to call in the ranks instead of training."""
         self.server, self.recipe, self.folder, self.configs, self.options = server, recipe, folder, configs, options
         self.failed = {}
 
@@ -102,19 +103,25 @@ class Runs:
         if name in self.failed:
             raise AssertionError(f"the run {name!r} failed before: {self.failed[name]}")
         if name in self.configs and not (run / ".trained").exists():
-            config = self.configs[name]
-            config = dict(config() if callable(config) else config)
-            options = self.options | config.pop("_options", {})
             try:
-                self.server.call(
-                    "helpers.rank_server:train", recipe=self.recipe, config=config | {"out": str(run)}, **options
-                )
+                self._make(self.configs[name], run)
             except AssertionError as error:
                 self.failed[name] = str(error)
                 raise
+            run.mkdir(exist_ok=True)  # a dry run makes none
             (run / "printed.log").write_bytes((self.server.folder / "last.log").read_bytes())
             (run / ".trained").touch()
         return run
+
+    def _make(self, config, run: Path) -> None:
+        config = config() if callable(config) else config
+        if isinstance(config, tuple):
+            function, arguments = config
+            self.server.call(function, out=str(run), **arguments)
+            return
+        config = config | {"out": str(run)}
+        options = self.options | config.pop("_options", {})
+        self.server.call("helpers.rank_server:train", recipe=self.recipe, config=config, **options)
 
 
 # ---- in the ranks ----------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The CMGAN recipe with two real ranks, compared with plain PyTorch in one process."""
 
 import contextlib
-import json
 import math
 
 import numpy as np
@@ -18,6 +17,7 @@ from common.plan import Plan
 from common.runtime import Process
 from helpers import support
 from helpers.cmgan_support import SMALL
+from helpers.rank_server import Runs
 from models.cmgan import signal
 from models.cmgan.enhance import enhance
 from models.cmgan.network import StepBatchNorm
@@ -47,8 +47,8 @@ def datasets(pairs, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(datasets, tmp_path_factory):
-    """All two-rank runs of this file, trained by one pair of processes; name -> run folder."""
+def runs(datasets, two_ranks, tmp_path_factory):
+    """runs / name: the folder of a two-rank run, trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("runs")
     name = PairDataset(str(datasets / "train"), 16000).id(PLAN.micro_batch(1)[1][0])
     configs = {
@@ -59,15 +59,9 @@ def runs(datasets, tmp_path_factory):
         "bf16": {"ds": "ds_configs/zero2.json", "precision": "bf16", "steps": 2},
         "silent": {"ds": support.stage_file(folder, 1), "data": str(datasets / "silent"), "max_pesq_invalid": 1.0},
     }
-    data = str(datasets / "train")
-    jobs = [{"config": {**SMALL, "data": data, **c, "out": str(folder / n)}} for n, c in configs.items()]
-    nan = {**SMALL, "data": data, "ds": "ds_configs/zero2.json", "out": str(folder / "nan")}
-    jobs.append({"config": nan, "nan": name})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = support.ROOT / "tests" / "helpers" / "run_many_cmgan.py"
-    codes, outputs = support.finish(support.start_ranks(script, [folder / "jobs.json"]), timeout=1800)
-    assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
-    return folder
+    configs["nan"] = {"ds": "ds_configs/zero2.json", "_options": {"nan": name}}
+    configs = {name: {**SMALL, "data": str(datasets / "train"), **config} for name, config in configs.items()}
+    return Runs(two_ranks, "cmgan", folder, configs, around="helpers.cmgan_support:watched")
 
 
 def networks(run, rank=0) -> dict:
@@ -195,6 +189,7 @@ def plain(datasets):
     return plain_training(datasets / "train")
 
 
+@pytest.mark.quick
 def test_two_ranks_equal_one_process_in_both_networks(runs, plain):
     assert_same(networks(runs / "zero0"), plain[:2])
     logged = [record["loss"] for record in support.step_records(runs / "zero0")]

@@ -60,6 +60,7 @@ def launch_sh(words) -> subprocess.Popen:
     )
 
 
+@pytest.mark.quick
 def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
     run = tmp_path / "run"
     started = deepspeed(run)

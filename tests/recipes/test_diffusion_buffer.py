@@ -15,12 +15,14 @@ from common.pairs import PairDataset
 from common.plan import Plan
 from helpers import support
 from helpers.diffusion_buffer_support import pair
+from helpers.rank_server import Runs
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.data import Clips, buffer_size
 from models.diffusion_buffer.enhance import enhance
 from models.diffusion_buffer.weights import load_network
 
 pytestmark = pytest.mark.distributed
+ZERO2 = pytest.param("zero2", marks=pytest.mark.quick)
 
 # At this rate float noise stays under 1e-6 in all weights: Adam divides it by gradients that start near 1e-10.
 SMALL = {
@@ -60,8 +62,8 @@ def int16(wave):
 
 
 @pytest.fixture(scope="module")
-def runs(data, tmp_path_factory):
-    """All two-rank runs of this file, trained by one pair of processes; name -> run folder."""
+def runs(data, two_ranks, tmp_path_factory):
+    """runs / name: the folder of a two-rank run, trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("runs")
     zero2 = {"ds": "ds_configs/zero2.json"}
     evaluated = {**zero2, "hold_out": ["held"], "eval_files": 1}
@@ -87,19 +89,15 @@ def runs(data, tmp_path_factory):
         },
         "dry": {"config": {**zero2, "dry_run": True}},
     }
-    listed = []
+    configs = {}
     for name, job in jobs.items():
-        config = {**SMALL, "data": str(data), "out": str(folder / name), **job["config"]}
+        configs[name] = {**SMALL, "data": str(data), **job.pop("config"), "_options": job}
         if name in ("zero0", "zero1", "drawn"):
-            config["hold_out"], config["eval_files"] = ["held"], 1
-        listed.append(job | {"config": config})
-    (folder / "dry").mkdir()
-    (folder / "jobs.json").write_text(json.dumps(listed))
-    script = support.ROOT / "tests" / "helpers" / "run_many_diffusion_buffer.py"
-    codes, outputs = support.finish(support.start_ranks(script, [folder / "jobs.json"]), timeout=1800)
-    assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
-    (folder / "output.txt").write_text(outputs[0])
-    return folder
+            configs[name] |= {"hold_out": ["held"], "eval_files": 1}
+    here = "helpers.diffusion_buffer_support"
+    return Runs(
+        two_ranks, "diffusion_buffer", folder, configs, around=f"{here}:disturbed", after=f"{here}:save_network"
+    )
 
 
 def network_of(run, rank=0) -> dict[str, torch.Tensor]:
@@ -168,7 +166,7 @@ def worst(found, expected) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
-@pytest.mark.parametrize("run", ["zero0", "zero1", "zero2", "split", "ones", "oom"])
+@pytest.mark.parametrize("run", ["zero0", "zero1", ZERO2, "split", "ones", "oom"])
 def test_two_ranks_equal_one_process_however_the_crops_are_split(runs, plain, run):
     weights, averaged, losses, norms = plain
     for rank in (0, 1):
@@ -194,7 +192,10 @@ def test_buffers_of_drawn_sizes_are_the_same_on_all_ranks(runs, data):
 def test_a_micro_batch_that_does_not_fit_is_halved_and_said(runs):
     (event,) = [r for r in support.metrics(runs / "oom") if r.get("event") == "out_of_memory"]
     assert (event["micro_batch"], event["accumulation"]) == (2, 2)
-    assert "--micro-batch 4 runs out of memory; using 2 with --accumulation 2" in (runs / "output.txt").read_text()
+    assert (
+        "--micro-batch 4 runs out of memory; using 2 with --accumulation 2"
+        in (runs / "oom" / "printed.log").read_text()
+    )
 
 
 def test_one_clip_alone_twice_the_same_and_evaluated_on_itself(runs):
@@ -215,6 +216,7 @@ def test_a_plateau_of_the_chosen_metric_lowers_the_rate(runs):
     assert exported["checkpoint"] == {"step": 8, "score": 0.5} and exported["recipe"] == "diffusion_buffer"
 
 
+@pytest.mark.quick
 def test_a_record_says_what_the_diffusion_did(runs):
     for record in support.step_records(runs / "zero2"):
         assert np.mean([record[f"loss_t{i}"] for i in (1, 2, 3, 4)]) == pytest.approx(record["loss"], rel=1e-6)
@@ -223,6 +225,7 @@ def test_a_record_says_what_the_diffusion_did(runs):
         assert 0 <= record["padding"] < 1 and record["tokens"] == round(16 * 8 * (1 - record["padding"]))
 
 
+@pytest.mark.quick
 def test_the_evaluation_is_the_exported_stream(runs, data):
     (last,) = [r for r in support.metrics(runs / "zero2") if r.get("event") == "eval" and r["step"] == 4]
     network, spec = load_network(str(runs / "zero2" / "export"))
@@ -274,7 +277,7 @@ def test_a_clip_that_is_not_finite_is_named_and_skipped_on_all_ranks(runs):
 
 
 def test_a_dry_run_takes_one_step_and_writes_no_run(runs):
-    lines = (runs / "output.txt").read_text().splitlines()
+    lines = (runs / "dry" / "printed.log").read_text().splitlines()
     assert len([line for line in lines if line.startswith("dry run: ")]) == 1
     (line,) = [line for line in lines if line.startswith("memory per rank: ")]
     predicted, measured = (float(line.split(word)[1].split()[0]) for word in ("predicted ", "measured peak "))

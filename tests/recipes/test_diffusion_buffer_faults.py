@@ -72,6 +72,7 @@ def start(run, pairs):
     return support.start_ranks(support.ROOT / "finetune" / "diffusion_buffer.py", job(run, pairs))
 
 
+@pytest.mark.quick
 def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, pairs, tmp_path):
     run = tmp_path / "run"
     ranks = start(run, pairs)

@@ -1,10 +1,10 @@
 """The Higgs recipe with two real ranks, compared with plain PyTorch in one process."""
 
+import functools
 import json
 import math
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from common.ds_config import resolve_ds
 from common.plan import Plan
 from helpers import support
 from helpers.higgs_support import SMALL, assets, logits_of, make_clips
+from helpers.rank_server import Runs
 from models.higgs.weights import load_higgs
 
 pytestmark = pytest.mark.distributed
@@ -26,6 +27,7 @@ PATH = {"preset": "audio_path", "weight_decay": 0.0, "lr": 5e-5}
 LEARNING = {**SMALL, "lora_rank": 16, "io": "lora", "steps": 16, "micro_tokens": 1600, "accumulation": 1, "lr": 5e-3}
 # Dropout, average and accumulation are state that a resume could lose; 64 clips are an epoch of 6 steps.
 LONG = {"steps": 8, "save_every": 4, "lora_dropout": 0.1, "ema": 0.9, "eval_data": ""}
+LORA2 = pytest.param("lora2", marks=pytest.mark.quick)
 RESUMED = {
     "resume_lora3": {"ds": "ds_configs/zero3.json"},
     "resume_bf16": {"ds": "ds_configs/zero2.json", "precision": "bf16"},
@@ -36,8 +38,8 @@ ZERO = {2: "ds_configs/zero2.json", 3: "ds_configs/zero3.json"}
 
 
 @pytest.fixture(scope="module")
-def runs(higgs_demo, tmp_path_factory):
-    """All two-rank runs of this file, trained by one pair of processes; name -> run folder."""
+def runs(higgs_demo, two_ranks, tmp_path_factory):
+    """runs / name: the folder of a two-rank run, trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("runs")
     configs = {
         "lora2": {"ds": ZERO[2]},
@@ -55,23 +57,23 @@ def runs(higgs_demo, tmp_path_factory):
         "adamw8bit": {**LEARNING, "ds": ZERO[2], "optimizer": "adamw8bit"},
         "4bit": {**LEARNING, "ds": ZERO[2], "quantize": "4bit", "io": "none"},
     }
-    jobs = [{"config": {**SMALL, **assets(higgs_demo), **c, "out": str(folder / n)}} for n, c in configs.items()]
+    base = {**SMALL, **assets(higgs_demo)}
+    configs = {name: base | config for name, config in configs.items()}
     for stage, ds in ZERO.items():
-        facts = {"model": str(higgs_demo / "model"), "ds": ds, "out": str(folder / f"text_only{stage}")}
-        jobs.append({"call": "helpers.higgs_support:text_only_rank", "with": facts})
-    for name, changes in RESUMED.items():  # a whole run, and one that goes on from its middle
-        out = {"out": str(folder / name)}
-        jobs.append({"config": {**SMALL, **assets(higgs_demo), **LONG, **changes, **out}})
-        places = {"source": out["out"], "target": str(folder / f"{name}-resumed"), "name": "step-00000004"}
-        jobs.append({"call": "helpers.higgs_support:start_from", "with": places})
-        jobs.append({"config": jobs[-2]["config"] | {"out": places["target"]}})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    codes, outputs = support.finish(
-        support.start_ranks(support.ROOT / "tests" / "helpers" / "run_many.py", ["higgs_clone", folder / "jobs.json"]),
-        timeout=1800,
-    )
-    assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
-    return folder
+        arguments = {"model": str(higgs_demo / "model"), "ds": ds}
+        configs[f"text_only{stage}"] = ("helpers.higgs_support:text_only_rank", arguments)
+
+    def from_the_middle(name: str) -> dict:
+        target = str(folder / f"{name}-resumed")
+        arguments = {"source": str(runs / name), "target": target, "name": "step-00000004"}
+        two_ranks.call("helpers.higgs_support:start_from", **arguments)
+        return configs[name]
+
+    for name, changes in RESUMED.items():  # a whole run, and one that resumes in its middle
+        configs[name] = base | LONG | changes
+        configs[f"{name}-resumed"] = functools.partial(from_the_middle, name)
+    runs = Runs(two_ranks, "higgs_clone", folder, configs, after="helpers.higgs_support:probe")
+    return runs
 
 
 def exported(run) -> dict[str, torch.Tensor]:
@@ -139,7 +141,7 @@ def assert_same(found: dict, expected: dict, tolerance: float = 1e-6) -> None:
     assert worst <= tolerance, worst
 
 
-@pytest.mark.parametrize("run", ["lora2", "lora3", "path2", "path3", "packed", "checkpointing3"])
+@pytest.mark.parametrize("run", [LORA2, "lora3", "path2", "path3", "packed", "checkpointing3"])
 def test_two_ranks_equal_one_process(runs, plain, run):
     weights, _, losses = plain["path" if run.startswith("path") else "lora"]
     found = exported(runs / run)
@@ -215,6 +217,7 @@ def test_a_run_that_goes_on_from_its_middle_ends_bitwise_the_same(runs, run):
 # ---- what is trained, what comes out -----------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("preset", "io", "modules"),
     [("attn", "none", 8), ("attn+audio", "none", 14), ("all", "none", 17), ("attn", "lora", 10)],
@@ -228,6 +231,7 @@ def test_a_lora_preset_trains_its_modules_and_nothing_of_the_base(higgs_demo, pr
     assert not any("layers.1.mlp." in name for name in trained)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("preset", "count"), [("audio_path", 12), ("audio_path+attn", 20), ("full", 27)])
 def test_a_full_preset_trains_exactly_its_parameters(higgs_demo, preset, count):
     config = config_for(higgs_demo, preset=preset)
@@ -237,7 +241,7 @@ def test_a_full_preset_trains_exactly_its_parameters(higgs_demo, preset, count):
     assert "model.embed_audio_tokens.embed_audio_tokens.weight" in trained and "audio_lm_head.weight" in trained
 
 
-@pytest.mark.parametrize("run", ["lora2", "lora3", "io_lora2", "io_train3", "all2"])
+@pytest.mark.parametrize("run", [LORA2, "lora3", "io_lora2", "io_train3", "all2"])
 def test_adapter_loads_with_plain_peft_and_gives_the_engines_logits(runs, higgs_demo, run):
     from peft import PeftModel
     from transformers import HiggsAudioV2ForConditionalGeneration
@@ -299,7 +303,7 @@ def test_full_export_is_a_whole_folder_that_speaks_the_same_in_a_fresh_process(r
     )
     assert done.returncode == 0, done.stderr[-2000:]
     spoken = np.array(json.loads(done.stdout.splitlines()[-1]))
-    engine = np.load(runs / "full3/samples/step-00000005/clip-0000.npy")
+    engine = np.load(runs / "full3" / "samples/step-00000005/clip-0000.npy")
     assert np.array_equal(spoken, engine)
 
 
@@ -322,5 +326,5 @@ def test_run_folder_is_complete(runs):
 
 
 def test_the_resolved_command_and_versions_are_recorded(runs):
-    config = json.loads(Path(runs / "lora2/config.json").read_text())
+    config = json.loads((runs / "lora2" / "config.json").read_text())
     assert config["config"]["preset"] == "attn+audio" and {"torch", "transformers", "peft"} <= set(config["versions"])

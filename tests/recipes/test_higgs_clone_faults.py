@@ -58,6 +58,7 @@ def deepspeed(run) -> subprocess.Popen:
     )
 
 
+@pytest.mark.quick
 def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, tmp_path):
     run = tmp_path / "run"
     started = deepspeed(run)

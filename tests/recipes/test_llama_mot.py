@@ -15,6 +15,7 @@ from common.plan import Plan
 from common.tokens import TokenDataset
 from helpers import mot_ranks, support
 from helpers.mot_support import SMALL, assets, build, reference_loss
+from helpers.rank_server import Runs
 from models.mot.build import calibrate, choose_parts
 from models.mot.data import Clips, Tokenizer
 from models.mot.evaluate import baselines
@@ -24,16 +25,17 @@ pytestmark = pytest.mark.distributed
 
 LEARNING = {**SMALL, "lr": 5e-3, "copied_lr": 1.0, "max_grad_norm": 1.0, "steps": 20, "micro_tokens": 1400}
 LEARNING["accumulation"] = 1
-UNEVEN = [
-    {"name": f"zero{stage}-{untie}{'-recompute' * recompute}", "stage": stage, "untie": untie, "recompute": recompute}
+ZERO2 = pytest.param("zero2", marks=pytest.mark.quick)
+UNEVEN = {  # stage, what is untied, whether activations are recomputed
+    f"zero{stage}-{untie}{'-recompute' * recompute}": (stage, untie, recompute)
     for stage in (1, 2, 3)
     for untie, recompute in (("ffn", False), ("all", True))
-]
+}
 
 
 @pytest.fixture(scope="module")
-def runs(demo_mot, tmp_path_factory):
-    """All two-rank runs of this file, by one pair of processes; name -> run folder."""
+def runs(demo_mot, two_ranks, tmp_path_factory):
+    """runs / name: the folder of a two-rank run, trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("runs")
     zero2, zero3 = "ds_configs/zero2.json", "ds_configs/zero3.json"
     configs = {
@@ -48,15 +50,12 @@ def runs(demo_mot, tmp_path_factory):
         "ema": {**SMALL, "ds": zero3, "ema": 0.9},
         "bf16": {**LEARNING, "ds": zero2, "precision": "bf16"},
     }
-    jobs = [{**assets(demo_mot), **config, "out": str(folder / name)} for name, config in configs.items()]
-    for stage in (1, 2, 3):
-        support.stage_file(folder, stage)
-    uneven = {"demo": str(demo_mot), "out": str(folder), "cases": UNEVEN}
-    (folder / "jobs.json").write_text(json.dumps({"runs": jobs, "uneven": uneven}))
-    ranks = support.start_ranks(support.ROOT / "tests" / "helpers" / "mot_ranks.py", [folder / "jobs.json"])
-    codes, outputs = support.finish(ranks, timeout=1800)
-    assert codes == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
-    return folder
+    configs = {name: {**assets(demo_mot), **config} for name, config in configs.items()}
+    for name, (stage, untie, recompute) in UNEVEN.items():
+        ds = support.stage_file(folder, stage)
+        arguments = {"demo": str(demo_mot), "ds": ds, "untie": untie, "recompute": recompute}
+        configs[name] = ("helpers.mot_ranks:uneven", arguments)
+    return Runs(two_ranks, "llama_mot", folder, configs, after="helpers.mot_ranks:write_modules")
 
 
 def adapter(run) -> dict[str, torch.Tensor]:
@@ -131,7 +130,7 @@ def assert_same_run(run, reference) -> None:
     assert_same(adapter(run), weights)
 
 
-@pytest.mark.parametrize("run", ["zero0", "zero2", "zero3", "zero3_offload", "checkpointing"])
+@pytest.mark.parametrize("run", ["zero0", ZERO2, "zero3", "zero3_offload", "checkpointing"])
 def test_two_ranks_equal_one_process(runs, plain, run):
     assert_same_run(runs / run, plain)
 
@@ -148,9 +147,9 @@ def test_variants_equal_one_process(runs, demo_mot, run, changes):
     assert_same_run(runs / run, train_plainly(demo_mot, **changes))
 
 
-@pytest.mark.parametrize("case", [case["name"] for case in UNEVEN])
+@pytest.mark.parametrize("case", UNEVEN)
 def test_ranks_with_uneven_modality_equal_the_masked_reference(runs, demo_mot, case):
-    ours = [load_file(runs / f"{case}-{rank}.safetensors") for rank in (0, 1)]
+    ours = [load_file(runs / case / f"{rank}.safetensors") for rank in (0, 1)]
     assert [float(weights.pop("stale")) for weights in ours] == [0.0, 0.0]
     assert all(torch.equal(ours[0][name], ours[1][name]) for name in ours[0])
     model = build(demo_mot, untie="all" if "all" in case else "ffn", seed=0)
@@ -192,7 +191,7 @@ def test_without_deepspeed_the_losses_are_the_same(demo_mot, plain, tmp_path):
 # ---- what comes out --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["zero2", "zero3", "full_vocab", "delay", "parts", "ema"])
+@pytest.mark.parametrize("run", [ZERO2, "zero3", "full_vocab", "delay", "parts", "ema"])
 def test_adapter_reloads_without_musicgen_and_reproduces_the_evaluation(runs, demo_mot, run, monkeypatch):
     monkeypatch.setattr("models.mot.build.Donor", None)
     config = llama_mot.Config(**json.loads((runs / run / "config.json").read_text())["config"])
@@ -214,11 +213,12 @@ def test_adapter_reloads_without_musicgen_and_reproduces_the_evaluation(runs, de
     assert description["checkpoint"] == {"step": 4, "score": records[-1]["loss"]}
 
 
-@pytest.mark.parametrize("run", ["zero0", "zero2", "zero3", "zero3_offload", "full_vocab", "delay", "bf16"])
+@pytest.mark.parametrize("run", ["zero0", ZERO2, "zero3", "zero3_offload", "full_vocab", "delay", "bf16"])
 def test_no_text_logit_changes_during_training(runs, run):
     assert [record["text_drift"] for record in evals(runs / run)] == [0.0, 0.0]
 
 
+@pytest.mark.quick
 def test_bf16_learns_and_first_loss_is_ln_classes(runs):
     losses = [record["loss"] for record in support.step_records(runs / "bf16")]
     assert losses[0] == pytest.approx(math.log(2048), abs=0.05)
@@ -226,6 +226,7 @@ def test_bf16_learns_and_first_loss_is_ln_classes(runs):
     assert all(value.isfinite().all() for value in adapter(runs / "bf16").values())
 
 
+@pytest.mark.quick
 def test_training_imports_no_codec_and_no_musicgen(runs):
     modules = set(json.loads((runs / "zero2" / "modules.json").read_text()))
     assert "transformers.models.llama.modeling_llama" in modules
@@ -233,6 +234,7 @@ def test_training_imports_no_codec_and_no_musicgen(runs):
     assert not {name for name in modules if name.split(".")[0] in ("dac", "torchaudio", "librosa")}
 
 
+@pytest.mark.quick
 def test_evaluation_says_what_the_caption_and_the_model_are_worth(runs, demo_mot):
     record = evals(runs / "zero2")[-1]
     assert record["codec_kbps"] == pytest.approx(2.2)
@@ -244,6 +246,7 @@ def test_evaluation_says_what_the_caption_and_the_model_are_worth(runs, demo_mot
     assert record["caption_gain"] != 0 and record["caption_gain_none"] != 0
 
 
+@pytest.mark.quick
 def test_baselines_by_hand(demo_mot):
     config = llama_mot.Config(**assets(demo_mot))
     layout = build(demo_mot).layout

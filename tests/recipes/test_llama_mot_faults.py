@@ -55,6 +55,7 @@ def assert_same_run(run, expected) -> None:
     assert set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.quick
 def test_kill_9_of_a_rank_ends_the_job_and_a_resume_equals_never_killed(whole, tmp_path):
     expected, run = whole("zero2"), tmp_path / "run"
     started = subprocess.Popen(

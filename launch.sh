@@ -3,7 +3,7 @@
 #   ./launch.sh setup [--with-slurm]         make .venv from requirements.txt (every other command does so when needed);
 #                                            --with-slurm also installs SLURM (Debian, root), which the tests then use
 #   ./launch.sh demo                         fine-tune a tiny Dia on a synthetic corpus, end to end
-#   ./launch.sh test [pytest arguments]      run the test suite
+#   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others
 #   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score
 #   ./launch.sh RECIPE [--ranks N] [flags]   train with finetune/RECIPE.py under DeepSpeed: on all GPUs, or as 2 ranks
 #                                            on a CPU; RECIPE: dia_lora, dia_full, higgs_clone, llama_mot, cmgan,

@@ -30,7 +30,7 @@ def refuse_optimizer(description: dict, checkpoint: Path) -> None:
     if description["state"] != dict.fromkeys(MOMENTS, "torch.float32"):
         raise UserError(
             f"checkpoint {checkpoint}: the states of this optimizer ({', '.join(description['state'])}) cannot be split"
-            " anew: resume with the same number of ranks and the same ZeRO stage."
+            " again: resume with the same number of ranks and the same ZeRO stage."
         )
 
 

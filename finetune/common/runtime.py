@@ -35,7 +35,7 @@ class Process:
 
 
 def world_size() -> int:
-    """Number of ranks, as the launcher says; known before anything heavy is imported."""
+    """Number of ranks that the launcher started; known before anything heavy is imported."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -44,7 +44,7 @@ def read_tag_map(path: str) -> dict[str, int]:
 
 
 def text_bytes(text: str, tag_map: dict[str, int], name: str) -> np.ndarray:
-    """The one way from a text to ids, for training, evaluation, samples and generation: UTF-8 bytes."""
+    """Text to ids (UTF-8 bytes): the only conversion, for training, evaluation, samples and generation."""
     text = unicodedata.normalize("NFC", text)
     text = "".join(" " if c in "\r\n\t" else c for c in text if c != "\0")
     stray = [c for c in text if ord(c) < 32 or ord(c) == 127]
@@ -58,12 +58,12 @@ def text_bytes(text: str, tag_map: dict[str, int], name: str) -> np.ndarray:
 
 
 def with_speaker(text: str, text_mode: str) -> str:
-    """A transcript that names no speaker begins with the first one, as all that the model has read."""
+    """Prefixes a transcript that names no speaker with the first one, as in all texts the model was trained on."""
     return f"[S1] {text}" if text_mode == "speech" and not any(tag in text for tag in SPEAKER_BYTES) else text
 
 
 def augment_tags(text: str, drop: float, limit: int, *key) -> str:
-    """Tag prompts ("calm, piano, 90 bpm"): drops each with probability `drop`, keeps at least one, shuffles."""
+    """Augments a tag prompt ("calm, piano, 90 bpm"): drops each tag with probability `drop`, keeps one, shuffles."""
     tags = [tag.strip() for tag in text.split(",") if tag.strip()]
     if not tags:
         return text
@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def tail(self) -> int:
-        """Positions beyond its frames that a whole clip takes as decoder input: BOS and the longest delay."""
+        """Decoder positions of a whole clip besides its frames: BOS and the longest delay."""
         return max(self.delay) + 1
 
 
@@ -110,7 +110,7 @@ def layout_of(model_config) -> Layout:
 
 
 def delayed(codes_tc: np.ndarray, layout: Layout, positions: int, final: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Decoder inputs and labels (L, C) of one clip, as the HF processor lays them out.
+    """Decoder inputs and labels (L, C) of one clip, in the layout of the HF processor.
 
     Channel c: BOS up to its delay, its codes, its own EOS right after them, then padding; inputs are all but the
     last position and labels all but the first. A window that stops before the clip's end (`final` false) is the

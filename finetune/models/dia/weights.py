@@ -1,4 +1,4 @@
-"""Dia as files: write a model folder, widen mono to stereo, import the native release, average checkpoints."""
+"""Dia's weights on disk: load and write model folders, widen mono to stereo, import the native release, average."""
 
 import json
 import re
@@ -18,9 +18,9 @@ from common.runtime import say
 from models.dia.layout import read_tag_map
 
 EMBED, HEAD = "model.decoder.embeddings.embed.weight", "logits_dense.weight"
-# What a processor is made of, beside the codec, which it only names.
 SHARD = "2GB"
 CODEC = {"name": "descript/dac_44khz", "sampling_rate": 44100, "hop_length": 512}  # of the native release
+# The files of a DiaProcessor; the codec is only named in them.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "vocab.json")
 
 
@@ -30,10 +30,10 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokeniz
 def write_model(
     folder: Path, model, weights: dict[str, torch.Tensor], source: str | None, tag_map: dict, facts: dict
 ) -> None:
-    """A folder that DiaForConditionalGeneration.from_pretrained loads anywhere; whole or absent.
+    """Writes a self-contained folder for DiaForConditionalGeneration.from_pretrained; complete or absent.
 
-    `weights`: whole tensors by the names of the state dict; `source`: the folder or hub id with the processor, None
-    for the one of the native release.
+    `weights`: whole tensors by their state dict names; `source`: the folder or hub id to copy the processor from, None
+    for that of the native release.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -54,7 +54,7 @@ def write_model(
 
 
 def copy_processor(source: str, folder: Path) -> None:
-    """The base's tokenizer and feature extractor, so that the folder is complete by itself."""
+    """Copies the base's tokenizer and feature extractor, so that the folder needs no other."""
     from transformers.utils import cached_file
 
     for name in PROCESSOR_FILES:
@@ -64,7 +64,7 @@ def copy_processor(source: str, folder: Path) -> None:
 
 
 def write_processor(folder: Path) -> None:
-    """What DiaProcessor loads; DiaProcessor.save_pretrained itself would need the codec's weights for its name."""
+    """Writes what DiaProcessor loads. DiaProcessor.save_pretrained would need the codec's weights to learn its name."""
     from transformers import DiaFeatureExtractor, DiaTokenizer
 
     DiaTokenizer().save_pretrained(str(folder))
@@ -78,10 +78,10 @@ def write_processor(folder: Path) -> None:
 
 
 def widen(model, ds: dict) -> None:
-    """Mono to stereo in place: left block, then right block, and for left = right the very same function.
+    """Widens mono to stereo in place: left channels, then right channels. For left = right the function is unchanged.
 
-    The channels' embeddings are summed, so both halves get half of each row; the head's rows are copied. Under
-    ZeRO-3 every rank must call it, and nothing is ever whole but these two tables.
+    The embeddings of the channels are summed, so both halves get half of each row; the rows of the head are copied.
+    Under ZeRO-3 every rank must call it, and only these two tables are ever whole.
     """
     sharded = stage_of(ds) == 3
     embeddings, config = model.model.decoder.embeddings, model.config
@@ -105,7 +105,7 @@ def widen(model, ds: dict) -> None:
 
 
 def needs_widening(path: str, channels: int) -> bool:
-    """Whether --channels asks for twice what the checkpoint has; 0 takes it as it is, other numbers are refused."""
+    """Whether --channels is twice what the checkpoint has; 0 and the same number keep it, others are refused."""
     from transformers import DiaConfig
 
     if not channels:
@@ -200,7 +200,7 @@ def config_of(native: dict[str, torch.Tensor]):
 
 
 def native_weights(native: dict[str, torch.Tensor], shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """Native tensors under the names and in the shapes of the Hugging Face model; every one used, none missing."""
+    """The native tensors with the names and shapes of the Hugging Face model; none left over, none missing."""
     tables = sorted(
         (name for name in native if name.startswith("decoder.embeddings.")), key=lambda n: int(n.split(".")[2])
     )
@@ -227,7 +227,7 @@ def native_weights(native: dict[str, torch.Tensor], shapes: dict[str, torch.Size
 
 
 def average(sources: list[Path], out: Path) -> None:
-    """The mean of model folders, or of the checkpoints of a dia_full run; a single checkpoint is just exported."""
+    """Writes the mean of model folders or of dia_full checkpoints; a single checkpoint is simply exported."""
     total, model, base, tags = {}, None, "", {}
     for source in sources:
         base, channels, trained, tags = read_source(source)
@@ -245,7 +245,7 @@ def average(sources: list[Path], out: Path) -> None:
 
 
 def read_source(source: Path) -> tuple[str, int, dict[str, torch.Tensor], dict[str, int]]:
-    """Base model, --channels, trained fp32 weights (none for a model folder) and tag map of one source."""
+    """Base model, --channels, trained fp32 weights (none for a model folder) and tag map of a source."""
     if (source / "config.json").is_file():
         tags = source / "tag_map.json"
         return str(source), 0, {}, read_tag_map(str(tags) if tags.is_file() else "")

@@ -347,6 +347,7 @@ def test_a_trained_run_speaks_and_reports(demo_run, tmp_path):
     assert (run / "report.html").stat().st_mtime_ns > before
 
 
+@pytest.mark.long
 def test_converting_a_run_gives_the_model_that_it_exported(demo, tmp_path):
     words = ["--model", demo / "dia", "--data", demo / "tokens/train", "--eval-data", demo / "tokens/eval"]
     words += "--precision fp32 --micro-tokens 600 --steps 4 --eval-every 2 --save-every 2 --samples 0".split()

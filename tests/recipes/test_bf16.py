@@ -38,13 +38,13 @@ def model_of(demo, higgs_demo, demo_mot, tmp_path, one_process):
             config = json.loads((folder / "config.json").read_text())
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
             (folder / "config.json").write_text(json.dumps(config))
-        engine.build_sharded({"zero_optimization": {"stage": 0}})  # what an earlier ZeRO-3 test may have left on
         plain = plain_class.from_pretrained(folder, dtype=torch.float32)
         config = module.Config(model=str(folder), data="-", ds=f"ds_configs/zero{stage}.json", precision="bf16", **more)
         model = module.build_model(config, resolve_ds(config.ds, config, 1), *arguments)
         return model, plain
 
-    return build
+    yield build
+    engine.build_sharded({"zero_optimization": {"stage": 0}})  # or from_pretrained would shard in all later tests
 
 
 RECIPES = ["dia_lora", "dia_full", "higgs_clone", "llama_mot", "llama_mot default-rope"]

@@ -243,6 +243,7 @@ def speak_script(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=support.environment(), check=False)
 
 
+@pytest.mark.long
 def test_speaking_a_text_writes_sound(adapter, demo, tmp_path):
     words = ["--adapter", adapter, "--codec", demo / "codec", "--text", "[S1] bada gumi", "--seconds", "0.5"]
     done = speak_script(*words, "--wav", tmp_path / "a.wav")

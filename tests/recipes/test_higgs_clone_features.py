@@ -221,6 +221,7 @@ def test_merged_folder_is_complete_and_equals_base_plus_adapter(adapter, higgs_d
     assert "exists already" in speak_script("--adapter", adapter, "--merge", tmp_path / "merged").stderr
 
 
+@pytest.mark.long
 def test_speaking_in_the_voice_of_a_recording_writes_sound(adapter, higgs_demo, tmp_path):
     voice = next((higgs_demo / "audio/eval").glob("*.wav"))
     words = ["--adapter", adapter, "--ref", voice, "--ref-text", "bada", "--text", "gumi lono", "--seconds", "1"]

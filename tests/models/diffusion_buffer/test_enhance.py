@@ -201,6 +201,7 @@ def test_one_clip_by_heart_gains_8_decibels_when_streamed():
     assert si_sdr(clean, made) - si_sdr(clean, noisy) > 8
 
 
+@pytest.mark.long
 def test_block_causal_learns_where_neighbouring_bins_agree():
     """Its low-pass over the bins leaves hardly any speech whose phase counts from the window's start."""
     losses = {}

@@ -171,6 +171,7 @@ def command(monkeypatch, capfd):
     return call
 
 
+@pytest.mark.long
 def test_a_caption_becomes_sound_codes_and_facts(command, exported, tmp_path):
     words = ["--adapter", exported[1], "--caption", "The organ plays.", "--seconds", "0.2", "--min-seconds", "0.2"]
     code, err = command(*words, "--wav", tmp_path / "a.wav")

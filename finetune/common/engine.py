@@ -121,7 +121,7 @@ def dry_run(engine, batch: dict, one_clip: dict, step_weight: float, predicted: 
             applied, norm = take_step(engine)
         else:
             engine.step()
-    loss = float(output.loss_sum) / step_weight
+    loss = float(output.loss_sum.detach()) / step_weight
     say(f"dry run: longest micro-batch {clips} clips, {batch['positions']:,} positions; one step"
         f" {time.monotonic() - began:.1f} s, applied {applied}, loss {loss:.4f}, norm {norm:.3f}")  # fmt: skip
     say(f"memory per rank: predicted {predicted / 2**30:.2f} GB, measured peak {peak_memory(process)}")

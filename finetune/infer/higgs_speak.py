@@ -85,9 +85,11 @@ def merge(args) -> None:
         raise UserError(f"--merge {out} exists already.")
     if not args.adapter:
         raise UserError("--merge needs --adapter.")
-    model, source, revision, _ = load_tuned(args.adapter, args.model, args.revision)
+    model, source, revision, normalise = load_tuned(args.adapter, args.model, args.revision)
     merged = model.merge_and_unload()
-    training = {"adapter": args.adapter, "base": source, "revision": revision}
+    # What speaking needs to know: the recipe selects this script, and texts are prepared as in training.
+    training = {"recipe": "higgs_clone", "normalise_text": normalise}
+    training |= {"adapter": args.adapter, "base": source, "revision": revision}
     codec = CODEC if args.codec_name is None else args.codec_name
     write_model(out, merged, dict(merged.state_dict()), source, revision, codec, training)
     print(f"merged model in {out}")

@@ -219,6 +219,8 @@ def test_merged_folder_is_complete_and_equals_base_plus_adapter(adapter, higgs_d
     processor = AutoProcessor.from_pretrained(str(tmp_path / "merged"))
     assert type(processor.audio_tokenizer).__name__ == "HiggsAudioV2TokenizerModel"
     assert "exists already" in speak_script("--adapter", adapter, "--merge", tmp_path / "merged").stderr
+    facts = [json.loads((folder / "training_config.json").read_text()) for folder in (adapter, tmp_path / "merged")]
+    assert facts[0]["normalise_text"] == facts[1]["normalise_text"] and facts[1]["recipe"] == "higgs_clone"
 
 
 @pytest.mark.long

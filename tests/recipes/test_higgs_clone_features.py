@@ -219,8 +219,16 @@ def test_merged_folder_is_complete_and_equals_base_plus_adapter(adapter, higgs_d
     processor = AutoProcessor.from_pretrained(str(tmp_path / "merged"))
     assert type(processor.audio_tokenizer).__name__ == "HiggsAudioV2TokenizerModel"
     assert "exists already" in speak_script("--adapter", adapter, "--merge", tmp_path / "merged").stderr
-    facts = [json.loads((folder / "training_config.json").read_text()) for folder in (adapter, tmp_path / "merged")]
-    assert facts[0]["normalise_text"] == facts[1]["normalise_text"] and facts[1]["recipe"] == "higgs_clone"
+
+
+def test_a_merged_folder_prepares_texts_as_the_training_did(adapter, tmp_path):
+    plain = tmp_path / "export"
+    shutil.copytree(adapter, plain)
+    (plain / "training_config.json").write_text(json.dumps({"normalise_text": False}))
+    done = speak_script("--adapter", plain, "--merge", tmp_path / "merged")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "merged" / "training_config.json").read_text())
+    assert facts["normalise_text"] is False and facts["recipe"] == "higgs_clone"
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """What the flags of the Higgs recipe do and refuse, on short runs of one rank in this process, and using the result."""
 
 import json
+import shutil
 import subprocess
 from types import SimpleNamespace
 

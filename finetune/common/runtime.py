@@ -204,7 +204,7 @@ def init_process(timeout_minutes: float = 30) -> Process:
 def _agree_on_free_port(rank: int, world: int, note: Path) -> str:
     """DeepSpeed gives every job on a host port 29500. Ranks of one job share a parent, so they agree through a file."""
     if rank == 0:
-        port = _free_port(DEFAULT_PORT)
+        port = _free_port()
         if world == 1:
             return port
         draft = note.with_suffix(f".{os.getpid()}")
@@ -219,15 +219,11 @@ def _agree_on_free_port(rank: int, world: int, note: Path) -> str:
     return note.read_text()
 
 
-def _free_port(wanted: str) -> str:
-    for port in (int(wanted), 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-                return str(probe.getsockname()[1])
-            except OSError:
-                continue
-    raise UserError("no free port on this machine.")
+def _free_port() -> str:
+    """Chosen by the system: of two jobs that start together, both would find DeepSpeed's default port free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def all_sum(values, process: Process):

@@ -107,7 +107,7 @@ def check_losses(findings: Findings, batch: dict, loss_terms: Callable) -> None:
         back = signal.wave_of(signal.spectrum(wave), length)
         if back.shape != wave.shape or float((back - wave).abs().max()) > 1e-3:
             wrong.append(length)
-    text = f"{', '.join(map(str, wrong or LENGTHS))} samples do{' not' if wrong else ''} survive STFT and back"
+    text = f"{', '.join(map(str, wrong or LENGTHS))} samples {'change' if wrong else 'survive'} in the STFT and back"
     findings.add("lengths", text, not wrong)
 
 

@@ -228,9 +228,9 @@ def native_weights(native: dict[str, torch.Tensor], shapes: dict[str, torch.Size
 
 def average(sources: list[Path], out: Path) -> None:
     """Writes the mean of model folders or of dia_full checkpoints; a single checkpoint is simply exported."""
-    total, model, base, tags = {}, None, "", {}
+    total, model, base, tags, training = {}, None, "", {}, {}
     for source in sources:
-        base, channels, trained, tags = read_source(source)
+        base, channels, trained, tags, training = read_source(source)
         if model is None:
             model = load_dia(base, torch.float32)
             if needs_widening(base, channels):
@@ -241,21 +241,25 @@ def average(sources: list[Path], out: Path) -> None:
         for name, value in own.items():
             total[name] = total.get(name, 0) + value.double() / len(sources)
     weights = {name: value.float().contiguous() for name, value in total.items()}
-    write_model(out, model, weights, base, tags, {"average_of": [str(source) for source in sources]})
+    # Speaking needs the recipe and the text mode that the weights were trained with.
+    training |= {"recipe": "dia_full", "average_of": [str(source) for source in sources]}
+    write_model(out, model, weights, base, tags, training)
 
 
-def read_source(source: Path) -> tuple[str, int, dict[str, torch.Tensor], dict[str, int]]:
-    """Base model, --channels, trained fp32 weights (none for a model folder) and tag map of a source."""
+def read_source(source: Path) -> tuple[str, int, dict[str, torch.Tensor], dict[str, int], dict]:
+    """Base model, --channels, trained fp32 weights (none for a model folder), tag map and flags of a source."""
     if (source / "config.json").is_file():
-        tags = source / "tag_map.json"
-        return str(source), 0, {}, read_tag_map(str(tags) if tags.is_file() else "")
+        tags, training = source / "tag_map.json", source / "training_config.json"
+        flags = json.loads(training.read_text(encoding="utf-8")) if training.is_file() else {}
+        return str(source), 0, {}, read_tag_map(str(tags) if tags.is_file() else ""), flags
     if not (source / "manifest.json").is_file():
         raise UserError(f"{source} is neither a model folder (config.json) nor a checkpoint (manifest.json).")
     config = json.loads((source.parents[1] / "config.json").read_text(encoding="utf-8"))
     if config["recipe"] != "dia_full":
         raise UserError(f"{source} is a checkpoint of {config['recipe']}; dia_speak.py --merge is for adapters.")
     flags = config["config"]
-    return flags["model"], flags["channels"], checkpoint.masters(source), config["identity"]["fingerprint"]["tag_map"]
+    tags = config["identity"]["fingerprint"]["tag_map"]
+    return flags["model"], flags["channels"], checkpoint.masters(source), tags, flags
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------

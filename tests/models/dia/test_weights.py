@@ -226,12 +226,14 @@ def test_the_average_of_folders_is_their_mean(mono, tmp_path):
     for i, model in enumerate(models):
         for p in model.parameters():
             p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
-        dia_weights.write_model(tmp_path / str(i), model, model.state_dict(), mono, {}, {})
+        dia_weights.write_model(tmp_path / str(i), model, model.state_dict(), mono, {}, {"text_mode": "tags"})
     convert("average", tmp_path / "mean", *(tmp_path / str(i) for i in range(3)))
     mean = DiaForConditionalGeneration.from_pretrained(tmp_path / "mean").state_dict()
     for name, value in mean.items():
         expected = sum(model.state_dict()[name] for model in models) / 3
         assert torch.allclose(value, expected, atol=1e-6), name
+    facts = json.loads((tmp_path / "mean" / "training_config.json").read_text())
+    assert facts["text_mode"] == "tags" and facts["recipe"] == "dia_full", "what speaking needs to know"
 
 
 def test_what_cannot_be_averaged_is_refused(mono, tmp_path):

@@ -23,6 +23,7 @@ if str(ROOT / "tests") not in sys.path:
 
 from helpers import support  # noqa: E402
 
+MOST_GB = 20.0  # of a rank, before its group is started again
 SCORED = ("cmgan", "diffusion_buffer")  # their train() takes the PESQ processes too
 
 
@@ -37,6 +38,8 @@ class RankServer:
 
     def call(self, function: str, timeout: float = 600, **arguments) -> None:
         """Calls "module:function"(process, scorer, **arguments) on every rank; raises with the log if one fails."""
+        if any(memory_gb(rank.pid) > MOST_GB for rank in self.ranks):
+            self.close()  # earlier engines are not freed whole, and what is larger than the machine cannot fork
         if not self.ranks:
             self._start()
         self.jobs += 1
@@ -86,6 +89,13 @@ class RankServer:
             rank.kill()
             rank.wait()
         self.ranks = []
+
+
+def memory_gb(pid: int) -> float:
+    """Address space of a process; much of it is buckets that DeepSpeed reserved and never touched."""
+    status = Path(f"/proc/{pid}/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmSize:")) / 2**20
 
 
 class Runs:

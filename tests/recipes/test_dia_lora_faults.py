@@ -162,11 +162,11 @@ def test_a_stalled_rank_ends_the_job_with_the_stacks_of_all(demo, tmp_path):
     output, _ = ranks[0].communicate(timeout=180)  # not the 30 minutes of the collectives
     ranks[1].send_signal(signal.SIGCONT)
     late, _ = ranks[1].communicate(timeout=120)
-    for rank, text in zip(ranks, (output, late), strict=True):
-        assert rank.returncode == 1
-        assert "Timeout (0:00:20)!" in text and re.search(r'File ".*/dia_lora.py", line \d+ in train', text), text[
-            -2000:
-        ]
+    # The stalled rank may notice first that its peer is gone, or that its own time is up.
+    ends = (("Timeout (0:00:20)!",), ("Timeout (0:00:20)!", "Connection closed by peer"))
+    for rank, text, reasons in zip(ranks, (output, late), ends, strict=True):
+        assert rank.returncode == 1 and any(reason in text for reason in reasons), text[-2000:]
+        assert re.search(r'File ".*/dia_lora.py", line \d+,? in train', text), text[-2000:]
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):

@@ -2,9 +2,11 @@
 # The one command for everything; also a SLURM batch script (sbatch --nodes 2 launch.sh dia_lora ...).
 #   ./launch.sh setup [--with-slurm]         make .venv from requirements.txt (every other command does so when needed);
 #                                            --with-slurm also installs SLURM (Debian, root), which the tests then use
+#   ./launch.sh doctor                       what this machine has, and what the recipes can use of it
 #   ./launch.sh demo                         fine-tune a tiny Dia on a synthetic corpus, end to end
 #   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others
-#   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score
+#   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score,
+#                                            cluster_speakers
 #   ./launch.sh RECIPE [--ranks N] [flags]   train with finetune/RECIPE.py under DeepSpeed: on all GPUs, or as 2 ranks
 #                                            on a CPU; RECIPE: dia_lora, dia_full, higgs_clone, llama_mot, cmgan,
 #                                            diffusion_buffer
@@ -12,8 +14,10 @@
 #   ./launch.sh generate --run RUN [flags]               music from a llama_mot run
 #   ./launch.sh enhance --run RUN [flags]                clean noisy recordings with a cmgan or diffusion_buffer run
 #   ./launch.sh diagnose --run RUN                       check such a run: loss, labels, data, output, machine
-#   ./launch.sh convert --run RUN --out FOLDER           best checkpoint of a dia_full run as a model folder
+#   ./launch.sh convert --run RUN [--step N] [--out DIR] export any checkpoint of any run; the best by default
 #   ./launch.sh report RUN                               write RUN/report.html again
+#   ./launch.sh push --run RUN owner/name                upload its export to the Hugging Face hub, with a model card
+#   ./launch.sh inspect --recipe RECIPE [flags]          see what is trained on one clip: tokens, labels, masks, loss
 #   ./launch.sh slurm [sbatch options] RECIPE [flags]    train as a SLURM job that resumes after its time limit
 #   ./launch.sh slurm --array=0-7 encode [arguments]     encode in 8 SLURM jobs, and merge their parts in a last one
 # AUDIO_FINETUNE_ENV=/path/to/venv uses that environment as it is and installs nothing.
@@ -56,17 +60,55 @@ setup() {
     exec 9>"$root/.venv.lock"
     flock 9
     if [[ ! -e $stamp ]]; then
-        for python in python3.11 python3 ""; do
-            [[ -n $python ]] || fail "Python 3.11 is needed and was not found."
-            if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then break; fi
-        done
+        python=$(find_python)
         echo "setting up $venv (once; about 7 GB, a few minutes)"
-        "$python" -m venv --clear "$venv"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.txt" \
-            2> >(grep -v '^WARNING: Location' >&2)
+        if [[ $python == "$venv/bin/python" ]]; then
+            "$python" -m ensurepip >/dev/null # what an interrupted set-up installed stays
+        else
+            "$python" -m venv --clear "$venv"
+        fi
+        install_packages
         touch "$stamp"
     fi
     exec 9>&-
+}
+
+# The environment's own Python, if it has one already: an interrupted set-up continues.
+find_python() {
+    local python
+    for python in "$venv/bin/python" python3.11 python3.12 python3.13 python3; do
+        if "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+    fail "Python 3.11, 3.12 or 3.13 is needed and was not found (Debian, Ubuntu: apt-get install python3 python3-venv)."
+}
+
+install_packages() {
+    local requirements=$root/requirements.txt progress
+    if ! can_compile; then
+        requirements=$(mktemp)
+        grep -v '^pesq==' "$root/requirements.txt" >"$requirements" || true
+        echo "warning: cmgan and diffusion_buffer will not train: pesq needs a C compiler and Python's headers. Install them" \
+            "(Debian, Ubuntu: apt-get install build-essential python3-dev), then delete $venv and start again." >&2
+    fi
+    # Its fds are not those of this script, so that nobody waits for the last sleep.
+    while sleep 15 >/dev/null 2>&1; do echo "installing: $(du -sm "$venv" | cut -f1) MB so far"; done 9>&- &
+    progress=$!
+    trap 'kill "$progress"' EXIT
+    if ! command -v uv >/dev/null || ! uv pip install --quiet --python "$venv/bin/python" -r "$requirements"; then
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements" \
+            2> >(grep -v '^WARNING: Location' >&2) ||
+            fail "the packages in requirements.txt could not be installed; the same command tries again."
+    fi
+    trap - EXIT
+    kill "$progress"
+}
+
+can_compile() {
+    command -v cc >/dev/null &&
+        [[ -f $("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]]
 }
 
 install_slurm() {
@@ -76,13 +118,40 @@ install_slurm() {
 
 # ---- running a recipe --------------------------------------------------------------------------------------------
 
-count_gpus() {
-    if command -v nvidia-smi >/dev/null; then nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; else echo 0; fi
+# The numbers of the GPUs that this command may use, one per line. nvidia-smi lists those that CUDA_VISIBLE_DEVICES hides
+# too; as in CUDA, what follows the first device that does not exist is hidden.
+visible_gpus() {
+    local all=() device number
+    if command -v nvidia-smi >/dev/null; then mapfile -t all < <(nvidia-smi -L 2>/dev/null | grep '^GPU'); fi
+    if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        for number in "${!all[@]}"; do echo "$number"; done
+        return
+    fi
+    for device in ${CUDA_VISIBLE_DEVICES//,/ }; do
+        [[ $device != MIG-* ]] || fail "CUDA_VISIBLE_DEVICES=$device: DeepSpeed's launcher cannot start ranks on a part of" \
+            "a GPU; start a single rank with python finetune/RECIPE.py instead."
+        if [[ $device =~ ^[0-9]+$ ]]; then
+            ((device < ${#all[@]})) || return 0
+            echo "$device"
+            continue
+        fi
+        for number in "${!all[@]}"; do
+            if [[ $device == GPU-* && ${all[number]} == *"UUID: $device"* ]]; then
+                echo "$number"
+                continue 2
+            fi
+        done
+        return 0
+    done
 }
 
-# A new port for every job: two jobs that start together would both find DeepSpeed's default port free and take it.
-free_port() {
-    "$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+# Under SLURM the GPUs of the job on this node: its tasks may see only one each.
+count_gpus() {
+    if [[ -n ${SLURM_JOB_ID:-} && -n ${SLURM_GPUS_ON_NODE:-} ]]; then
+        echo "$SLURM_GPUS_ON_NODE"
+    else
+        visible_gpus | wc -l
+    fi
 }
 
 # Process ids of the ranks in a session, even if DeepSpeed's runner and launcher are gone; without the workers that
@@ -131,7 +200,7 @@ final_code() {
 }
 
 run_recipe() {
-    local recipe=$1 ranks="" ranks_given arguments=() placement=() gpus port runner="" code=0
+    local recipe=$1 ranks="" arguments=() placement=() gpus runner="" code=0
     shift
     while (($#)); do
         case $1 in
@@ -142,31 +211,28 @@ run_recipe() {
     done
     [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || fail "--ranks $ranks is not a positive number."
     gpus=$(count_gpus)
-    ranks_given=$ranks
     if ((gpus == 0)); then
         export DS_ACCELERATOR=cpu
-        ranks=${ranks:-2}
-        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + ranks - 1) / ranks))}
-        placement=(--num_accelerators "$ranks")
-    elif [[ -n $ranks && -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
-        # With a number of GPUs, DeepSpeed would ignore CUDA_VISIBLE_DEVICES and take the first GPUs of the machine.
-        placement=(--include "localhost:$(cut -d, -f"1-$ranks" <<<"$CUDA_VISIBLE_DEVICES")")
-    elif [[ -n $ranks ]]; then
-        placement=(--num_accelerators "$ranks")
+        placement=(--num_accelerators "${ranks:-2}")
+    elif ((${ranks:-1} > gpus)); then
+        fail "--ranks $ranks: only $gpus GPUs are visible, and each rank needs its own."
+    elif [[ -z ${SLURM_JOB_ID:-} ]]; then
+        # By number: DeepSpeed knows no UUIDs, and given a count it ignores CUDA_VISIBLE_DEVICES.
+        placement=(--include "localhost:$(visible_gpus | sed -n "1,${ranks:-$gpus}p" | paste -sd,)")
+        unset CUDA_VISIBLE_DEVICES
     fi
     export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1 PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
     AUDIO_FINETUNE_OUTCOME=$(mktemp -d)/outcome # under SLURM on the first node, where rank 0 is
     export AUDIO_FINETUNE_OUTCOME
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        run_in_slurm "$recipe" "${ranks_given:-${SLURM_NTASKS_PER_NODE:-$((gpus ? gpus : 1))}}" "${arguments[@]}"
+        run_in_slurm "$recipe" "${ranks:-${SLURM_NTASKS_PER_NODE:-$((gpus ? gpus : 1))}}" "${arguments[@]}"
         return
     fi
 
-    port=$(free_port)
     stop_asked=""
     trap 'ask_to_stop "$runner"' TERM INT USR1 HUP
     # bash makes background commands ignore SIGINT; env undoes that.
-    env --default-signal=INT setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" --master_port "$port" \
+    env --default-signal=INT setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" \
         "$root/finetune/$recipe.py" "${arguments[@]}" &
     runner=$!
     if [[ -n $stop_asked ]]; then ask_to_stop "$runner"; fi
@@ -192,7 +258,7 @@ run_recipe() {
 run_in_slurm() {
     local recipe=$1 per_node=$2 first step="" code=0 stop_asked=""
     shift 2
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     MASTER_ADDR=$(scontrol show node "$first" --oneliner | grep -oP ' NodeAddr=\K\S+')
     export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
     # A requeued job keeps its id, so it finds its run folder and resumes. The user's --out comes later and wins.
@@ -287,13 +353,17 @@ case $command in
         setup
         run_recipe dia_lora --ds "$root/ds_configs/zero2.json" --out "$root/runs/demo-$(date +%Y%m%d-%H%M%S)" "$@"
         ;;
+    doctor | push)
+        setup
+        exec "$venv/bin/python" "$root/finetune/infer/$command.py" "$@"
+        ;;
     test)
         setup
         cd "$root"
-        exec "$venv/bin/python" -m pytest "$@"
+        exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
         ;;
     slurm) submit "$@" ;;
-    encode | decode | check | pairs | pair_speakers | score)
+    encode | decode | check | pairs | pair_speakers | cluster_speakers | score)
         setup
         if [[ -n ${SLURM_JOB_ID:-} && $command == encode ]]; then
             encode_in_slurm "$@"
@@ -301,7 +371,7 @@ case $command in
         fi
         exec "$venv/bin/python" "$root/data/$command.py" "$@"
         ;;
-    speak | generate | enhance | diagnose | convert | report)
+    speak | generate | enhance | diagnose | convert | report | inspect)
         setup
         if (($(count_gpus) == 0)); then export DS_ACCELERATOR=cpu; fi
         exec "$venv/bin/python" "$root/finetune/infer/dispatch.py" "$command" "$@"

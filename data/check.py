@@ -4,8 +4,8 @@
     python data/check.py tokens/train --listen 5 --codec-weights descript/dac_44khz
 
 Prints hours, lengths, speakers and texts, and every problem that training would refuse (exit code 1). Several
-datasets are also compared: the same audio in two splits is a leak. A plot of the lengths and the clips to listen
-to are written to DIR.check.
+datasets are also compared: the same id, group or audio in two splits is a leak. A plot of the lengths and the clips to
+listen to are written to DIR.check.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> int:
     from lib import store
 
     args = parse_args()
-    problems, seen = [], {}
+    problems, seen = [], Seen()
     for folder in args.datasets:
         info = store.open_dataset(folder)
         print(f"{folder}")
@@ -76,8 +76,8 @@ def damaged_files(folder: Path, info: dict) -> list[str]:
 # ---------------------------------------------------------------- tokens
 
 
-def check_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
-    """Print what is in a token dataset and return its problems; `seen` holds the audio of earlier datasets."""
+def check_tokens(folder: Path, info: dict, seen: "Seen") -> list[str]:
+    """Print what is in a token dataset and return its problems; `seen` holds the clips of earlier datasets."""
     from lib import store
 
     missing = {"codec", "sample_rate", "hop", "codebooks", "codebook_size", "channels", "rows"} - info.keys()
@@ -94,7 +94,7 @@ def check_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
         id, codes, frames, text = row["id"], row["codes"], row["frames"], row["text"] or ""
         ids[id] += 1
         splits[id] = row.get("split")
-        refs[id] = row.get("ref")
+        refs[id] = (row.get("ref"), row.get("ref1"))
         for name, counter in counts.items():
             if row.get(name):
                 counter[row[name]] += 1
@@ -106,23 +106,27 @@ def check_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
         low, high = min(low, codes.min()), max(high, codes.max())
         if codes.min() < 0 or codes.max() >= info["codebook_size"]:
             problems[f"with codes outside 0..{info['codebook_size'] - 1}"].append(id)
-        length, size = frames / rate, len(unicodedata.normalize("NFC", text).encode())
+        length, texts = frames / rate, row.get("texts") or [text]
+        size = max(len(unicodedata.normalize("NFC", each).encode()) for each in texts)
         seconds.append(length)
         text_bytes = max(text_bytes, size)
         if size > TEXT_BYTES.get(info["codec"], size):
             problems[f"with a text over {TEXT_BYTES[info['codec']]} bytes"].append(id)
         if frames > FRAMES.get(info["codec"], frames):
             problems[f"longer than {FRAMES[info['codec']]} frames (training needs --over-long)"].append(id)
-        if CONTROL.search(text):
+        if any(CONTROL.search(each) for each in texts):
             problems["with a control character in the text"].append(id)
         if not text:
             problems["without text (training needs --allow-empty-text)"].append(id)
         elif not CHARACTERS_PER_SECOND[0] <= len(text) / length <= CHARACTERS_PER_SECOND[1]:
             notes["outside {} to {} characters per second".format(*CHARACTERS_PER_SECOND)].append(id)
-        compare_content(codes, (folder, id, row.get("split")), seen, problems, notes)
+        seen.compare(codes, (folder, id, row.get("split")), problems, notes)
+        for what in ("group", "speaker"):
+            if row.get(what):
+                seen.add_name(what, row[what], (folder, id, row.get("split")))
     problems["with a duplicate id"] = [id for id, count in ids.items() if count > 1]
-    for id, ref in refs.items():
-        if ref and (ref not in ids or ref == id or splits[ref] != splits[id]):
+    for id, named in refs.items():
+        if any(ref and (ref not in ids or ref == id or splits[ref] != splits[id]) for ref in named):
             problems["whose reference is missing, the clip itself, or in another split"].append(id)
     weights = f"weights {info.get('weights')} ({(info.get('weights_sha256') or 'unknown')[:12]})"
     print(f"  codec {info['codec']}, {info['sample_rate']} Hz, {rate:.4g} frames/s, {info['channels']} channels")
@@ -134,29 +138,55 @@ def check_tokens(folder: Path, info: dict, seen: dict) -> list[str]:
             most = ", ".join(f"{value} {count}" for value, count in counter.most_common(MAX_NAMES))
             more = ", ..." if len(counter) > MAX_NAMES else ""
             print(f"  {name}: {len(counter)} ({most}{more})")
+    problems["of a group that is also in another split"] = seen.shared_names("group", folder)
+    notes["of a speaker who is also in another split, the first of each"] = seen.shared_names("speaker", folder)
     return report(folder, seconds, problems, notes, sum(ids.values()), info["rows"])
 
 
-def compare_content(content: np.ndarray, clip: tuple, seen: dict, problems: dict, notes: dict) -> None:
-    """Find duplicates: the same audio twice is a waste within one split, and a leak across two.
+class Seen:
+    """The clips of all datasets so far. A split is a dataset's folder and the value in its column `split`."""
 
-    `clip`: (dataset folder, id, split). `seen`: hash of the content -> the first such clip.
-    """
-    folder, id, split = clip
-    first_folder, first_id, first_split = seen.setdefault(hashlib.sha256(content.tobytes()).digest(), clip)
-    if (first_folder, first_id) == (folder, id):
-        return
-    if (first_folder, first_split) == (folder, split):
-        notes["with the same audio as another clip"].append(f"{id} = {first_id}")
-    else:
-        where = first_split or first_folder
-        problems["with the same audio as a clip in another split"].append(f"{id} = {first_id} in {where}")
+    def __init__(self):
+        self.audio = {}  # hash of the audio -> (folder, id, split) of the first such clip
+        self.ids = {}  # id -> folder of the first such clip
+        self.names = {"group": {}, "speaker": {}}  # name -> split -> its first clip
+
+    def compare(self, content: np.ndarray, clip: tuple, problems: dict, notes: dict) -> None:
+        """Find duplicates: the same audio twice is a waste within one split, and a leak across two.
+
+        `clip`: (dataset folder, id, split).
+        """
+        folder, id, split = clip
+        if (first := self.ids.setdefault(id, folder)) != folder:
+            problems["with the id of a clip in another dataset"].append(f"{id} in {first}")
+        first_folder, first_id, first_split = self.audio.setdefault(hashlib.sha256(content.tobytes()).digest(), clip)
+        if (first_folder, first_id) == (folder, id):
+            return
+        if (first_folder, first_split) == (folder, split):
+            notes["with the same audio as another clip"].append(f"{id} = {first_id}")
+        else:
+            where = first_split or first_folder
+            problems["with the same audio as a clip in another split"].append(f"{id} = {first_id} in {where}")
+
+    def add_name(self, what: str, name: str, clip: tuple) -> None:
+        folder, _, split = clip
+        self.names[what].setdefault(name, {}).setdefault((folder, split), clip)
+
+    def shared_names(self, what: str, folder: Path) -> list[str]:
+        """The first clip of each group or speaker that is in this dataset and in another split."""
+        lines = []
+        for name, splits in self.names[what].items():
+            *_, (last_folder, id, _) = splits.values()
+            if len(splits) > 1 and last_folder == folder:
+                first_folder, first_id, first_split = next(iter(splits.values()))
+                lines.append(f"{id} ({name}, as {first_id} in {first_split or first_folder})")
+        return lines
 
 
 # ---------------------------------------------------------------- pairs
 
 
-def check_pairs(folder: Path, info: dict, seen: dict) -> list[str]:
+def check_pairs(folder: Path, info: dict, seen: Seen) -> list[str]:
     """Print what is in a dataset of noisy/clean pairs and return its problems."""
     from lib import store
 
@@ -172,7 +202,7 @@ def check_pairs(folder: Path, info: dict, seen: dict) -> list[str]:
         clipped += bool(np.mean(np.abs(noisy.astype(np.int32)) >= 32767) > 0.001)
         if np.array_equal(clean, noisy):
             notes["whose noisy side equals the clean one"].append(row["id"])
-        compare_content(clean, (folder, row["id"], None), seen, problems, notes)
+        seen.compare(clean, (folder, row["id"], None), problems, notes)
     problems["with a duplicate id"] = [id for id, count in ids.items() if count > 1]
     print(f"  {len(ids)} pairs at {info['sample_rate']} Hz, {sum(seconds) / 3600:.3f} h, {clipped} clipped")
     return report(folder, seconds, problems, notes, sum(ids.values()), info["rows"])
@@ -187,7 +217,8 @@ def report(folder: Path, seconds: list[float], problems: dict, notes: dict, rows
     if rows != expected:
         lines.append(f"dataset.json lists {expected} rows, but the files have {rows}")
     for what, ids in notes.items():
-        print(f"  note: {len(ids)} clips {what}: {first_ids(ids)}")
+        if ids:
+            print(f"  note: {len(ids)} clips {what}: {first_ids(ids)}")
     if seconds:
         show_lengths(folder, np.asarray(seconds))
     return lines

@@ -49,15 +49,24 @@ def main() -> None:
         return
     from lib.codec import find_weights, load_codec
 
-    codec = load_codec(find_weights(args.codec_weights))
+    write_sounds(arrays, load_codec(find_weights(args.codec_weights)), args.tensorboard, args.step)
+
+
+def decode_files(files: list[Path], codec, board: Path | None, step: int) -> None:
+    """Writes FILE.wav and FILE.png for those that hold at least one frame."""
+    arrays = {file: read_codes(file) for file in files}
+    write_sounds({file: codes for file, codes in arrays.items() if len(codes)}, codec, board, step)
+
+
+def write_sounds(arrays: dict, codec, board: Path | None, step: int) -> None:
     waves = {file: decode_codes(codec, codes, str(file)) for file, codes in arrays.items()}
     for file, wave in waves.items():
         write_wav(file.with_suffix(".wav"), wave, codec.sample_rate)
         write_spectrogram(file.with_suffix(".png"), wave, codec.sample_rate)
         add_audio_facts(file.with_suffix(".json"), wave, codec.sample_rate)
         print(f"{file.with_suffix('.wav')}: {wave.shape[1] / codec.sample_rate:.2f} s")
-    if args.tensorboard:
-        add_to_tensorboard(args.tensorboard, args.step, waves, codec.sample_rate)
+    if board:
+        add_to_tensorboard(board, step, waves, codec.sample_rate)
 
 
 def read_codes(file: Path):

@@ -18,14 +18,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from lib.clips import LABELS, Clip, Options, Skipped
 from lib.errors import UserError, run
 from lib.pool import Todo, run_workers
 from lib.resume import ClipResult, Finished, Job, clips_key, is_current, load_finished, save_part, unfinished
-from lib.sources import LABELS, READERS, Clip, Options, count_wanted, find_clips
+from lib.sources import READERS, count_wanted, find_clips
 
 CODEC_NAMES = ("dac", "encodec", "higgs")
 SECONDS_PER_PART = 20.0  # finished clips are written to disk at least this often
@@ -55,6 +57,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("where to find text and audio").add_argument
     add("--prompts", type=Path, help="folder with <stem>.txt or <stem>_prompt.txt (default: SOURCE/prompts)")
     add("--audio-root", type=Path, help="folder that manifest paths are relative to (default: the manifest's folder)")
+    add(
+        "--strip-prefix",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help='an instruction such as "Say this: " that is removed from texts which begin with exactly these characters;'
+        " give it again for another (default: texts stay whole)",
+    )
     add("--text-column", metavar="NAME", help="csv, hf: column with the text (default: text, caption, ...)")
     add("--captions", type=Path, metavar="CSV", help="legacy-npy: CSV file with the columns ytid and caption")
     add(
@@ -76,6 +86,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="dac: encode left and right separately (18 channels: 9 of the left, then 9 of the right)",
     )
+    add(
+        "--loudness",
+        type=float,
+        metavar="LUFS",
+        help="give every clip this loudness (ITU-R BS.1770), such as -23; less where it would clip (default: as it is)",
+    )
     add("--min-seconds", type=float, default=0.4, help="reject shorter clips (default: 0.4)")
     add("--max-seconds", type=float, default=math.inf, help="reject longer clips (default: no limit)")
     add("--max-reject", type=float, default=0.01, help="exit with code 1 above this share of rejects (default: 0.01)")
@@ -90,6 +106,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.stereo and args.codec != "dac":
         parser.error("--stereo works only with --codec dac")
+    if args.loudness is not None and not -70 < args.loudness < 0:
+        parser.error("--loudness must be between -70 and 0 LUFS")
     if args.workers is not None and args.workers < 1:
         parser.error("--workers must be at least 1")
     if args.shard and args.merge:
@@ -110,8 +128,10 @@ def parse_shard(text: str) -> tuple[int, int]:
 def main() -> int:
     args = parse_args()
     options = Options(args.audio_root, args.captions, args.text_column, args.musiccaps_split)
-    clips = find_clips(args.source, args.format, args.prompts, args.missing_text, options)
+    skipped: list[Skipped] = []
+    clips = find_clips(args.source, args.format, args.prompts, args.missing_text, options, skipped)
     print(f"{len(clips)} clips in {args.source}")
+    clips = strip_prefixes(clips, args.strip_prefix)
     return encode_dataset(
         clips,
         args.out,
@@ -121,11 +141,29 @@ def main() -> int:
         min_seconds=args.min_seconds,
         max_seconds=args.max_seconds,
         max_reject=args.max_reject,
+        loudness=args.loudness,
         workers=args.workers or default_workers(clips),
         shard=args.shard,
         merge=args.merge,
-        wanted=count_wanted(args.format, options, clips),
+        wanted=count_wanted(args.format, options, clips, skipped),
+        skipped=skipped,
     )
+
+
+def strip_prefixes(clips: list[Clip], prefixes: list[str]) -> list[Clip]:
+    """The clips without instructions in their texts. Only an exact prefix is removed: a text may well hold a colon."""
+    for prefix in prefixes:
+        before, clips, count = clips, [], 0
+        for clip in before:
+            text, *texts = (text.removeprefix(prefix).strip() for text in (clip.text, *clip.texts))
+            if not all((text, *texts)) and clip.text:
+                raise UserError(f"--strip-prefix {prefix!r} leaves no text for {clip.id}")
+            count += any(text.startswith(prefix) for text in (clip.text, *clip.texts))
+            clips.append(replace(clip, text=text, texts=tuple(texts)))
+        if not count:
+            raise UserError(f"--strip-prefix {prefix!r}: no text begins with it; the first is {clips[0].text!r}")
+        print(f"the texts of {count} of {len(clips)} clips began with {prefix!r}, which was removed")
+    return clips
 
 
 def default_workers(clips: list[Clip]) -> int:
@@ -142,18 +180,23 @@ def encode_dataset(
     min_seconds: float = 0.4,
     max_seconds: float = math.inf,
     max_reject: float = 0.01,
+    loudness: float | None = None,
     workers: int = 1,
     shard: tuple[int, int] | None = None,
     merge: bool = False,
     wanted: int | None = None,
+    skipped: Sequence[Skipped] = (),
+    synthetic: bool = False,
 ) -> int:
     """Encode the clips that are not encoded yet and write the dataset; returns the exit code.
 
     `wanted`: number of clips that the source lists, if it lists more than it contains.
+    `skipped`: what in the source is no clip; it is listed in skipped.jsonl. `synthetic`: no recordings, whose bandwidth
+    says nothing.
     """
     from lib import store
 
-    job = make_job(clips, codec, weights, stereo, min_seconds, max_seconds)
+    job = replace(make_job(clips, codec, weights, stereo, min_seconds, max_seconds), loudness=loudness)
     out = out.absolute()
     work = out.with_name(out.name + ".work")
     tag = f"{shard[0]}of{shard[1]}" if shard else "0"
@@ -179,16 +222,18 @@ def encode_dataset(
         else:
             if todo and len(todo) < len(clips):
                 print(f"{len(clips) - len(todo)} clips are already encoded, {len(todo)} left to check")
-            encode_missing(todo, job, workers, work, tag, finished)
+            narrow = encode_missing(todo, job, workers, work, tag, finished)
+            if narrow and not synthetic:
+                warn_of_narrow(narrow)
 
         # Write the dataset.
         if shard:
             print(f"shard {shard[0]}/{shard[1]} is done; when all are, run the same command with --merge")
         else:
-            if is_current(out, clips, finished, job):
+            if is_current(out, clips, finished, job, skipped):
                 print(f"nothing to do: {out} already has these {len(clips)} clips with these settings (cache hit)")
             else:
-                write_tokens(clips, finished, job, weights, work, out, wanted or len(clips))
+                write_tokens(clips, finished, job, weights, work, out, wanted or len(clips), skipped)
             shutil.rmtree(work, ignore_errors=True)
     return exit_code(clips, finished, max_reject)
 
@@ -243,31 +288,50 @@ def refuse_unfinished(todo: Todo, finished: Finished) -> None:
         )
 
 
-def encode_missing(todo: Todo, job: Job, workers: int, work: Path, tag: str, finished: Finished) -> None:
-    """Encode with a progress bar; finished clips go to part files in `work` along the way."""
+def encode_missing(todo: Todo, job: Job, workers: int, work: Path, tag: str, finished: Finished) -> dict[str, float]:
+    """Encode with a progress bar; finished clips go to part files in `work` along the way.
+
+    Returns the highest frequency, by id, of those that hold far less than the codec can.
+    """
     from tqdm import tqdm
 
     if not todo:
-        return
-    results, audio_seconds, parts = [], 0.0, len(list(work.glob("part-*.arrow")))
+        return {}
+    results, audio_seconds, parts, narrow = [], 0.0, len(list(work.glob("part-*.arrow"))), {}
     begin = saved_at = time.monotonic()
     with tqdm(total=len(todo), unit="clip", file=sys.stderr, mininterval=1.0) as bar:
         for batch in run_workers(todo, job, workers):
             results += batch
             audio_seconds += sum(result["seconds"] for result in batch)
+            narrow |= {result["id"]: result["narrow"] for result in batch if result["narrow"]}
             bar.update(len(batch))
             speed = audio_seconds / max(time.monotonic() - begin, 1e-6)
             bar.set_postfix_str(f"{audio_seconds / 3600:.3f} h audio, {speed:.1f}x real time", refresh=False)
             if time.monotonic() - saved_at > SECONDS_PER_PART or bar.n == len(todo):
                 save_part(work, f"{job.key()}-{tag}-{parts:06d}", results, finished)
                 results, parts, saved_at = [], parts + 1, time.monotonic()
+    return narrow
+
+
+def warn_of_narrow(narrow: dict[str, float]) -> None:
+    named = ", ".join(f"{id} ({hertz / 1000:.1f} kHz)" for id, hertz in list(narrow.items())[:5])
+    more = ", ..." if len(narrow) > 5 else ""
+    print(f"warning: {len(narrow)} clips hold no high frequencies, as if upsampled from a lower rate: a model trained"
+          f" on them sounds dull. They end at: {named}{more}")  # fmt: skip
 
 
 # ---------------------------------------------------------------- write the dataset
 
 
 def write_tokens(
-    clips: list[Clip], finished: Finished, job: Job, weights: str | None, work: Path, out: Path, wanted: int
+    clips: list[Clip],
+    finished: Finished,
+    job: Job,
+    weights: str | None,
+    work: Path,
+    out: Path,
+    wanted: int,
+    skipped: Sequence[Skipped],
 ) -> None:
     from lib import store
     from lib.codec import PUBLISHED, describe
@@ -279,12 +343,17 @@ def write_tokens(
         raise UserError(f"all {len(clips)} clips were rejected; the first: {clips[0].id}: {reason}")
     labels = [label for label in LABELS if any(getattr(clip, label) for clip in kept)]
     columns = {"id": "string", "text": "string", "codes": "int16 list", "frames": "int32"}
+    if any(clip.texts for clip in kept):
+        columns["texts"] = store.TEXTS
     columns |= {label: "string" for label in labels} | {"source": "string"}
+    if any(clip.weight is not None for clip in kept):
+        columns["weight"] = "float32"
     folder = work / "dataset"
     shutil.rmtree(folder, ignore_errors=True)
     files = store.write_dataset(folder, token_rows(kept, finished, labels), columns, sums=("frames",))
     rejected = [clip for clip in clips if finished.clips[clip.id].reject]
     store.write_jsonl(folder / "rejects.jsonl", (reject_line(clip, finished.clips[clip.id]) for clip in rejected))
+    store.write_jsonl(folder / "skipped.jsonl", map(asdict, skipped))
     recordings = sorted({clip.recording for clip in clips} & finished.recordings.keys())
     store.write_jsonl(folder / "sources.jsonl", ([name, *finished.recordings[name]] for name in recordings))
     format = describe(Path(job.path)) if job.path else PUBLISHED[job.codec]
@@ -304,7 +373,7 @@ def write_tokens(
         "versions": store.versions("torch", "torchaudio", "transformers", "datasets", "soundfile"),
         "files": files,
         "key": job.key(),
-        "clips": clips_key(clips, finished),
+        "clips": clips_key(clips, finished, skipped),
     }
     store.write_json(folder / "dataset.json", info)
     store.publish(folder, out)
@@ -314,9 +383,10 @@ def write_tokens(
 
 def reject_without_reference(clips: list[Clip], finished: Finished) -> None:
     for clip in clips:
-        if clip.ref and finished.clips[clip.ref].reject and not finished.clips[clip.id].reject:
-            # An empty source, so that this clip is checked again once its reference is repaired.
-            finished.clips[clip.id] = ClipResult("", reject=f"its reference {clip.ref} was rejected")
+        for ref in (clip.ref, clip.ref1):
+            if ref and finished.clips[ref].reject and not finished.clips[clip.id].reject:
+                # An empty source, so that this clip is checked again once its reference is repaired.
+                finished.clips[clip.id] = ClipResult("", reject=f"its reference {ref} was rejected")
 
 
 def token_rows(clips: Iterable[Clip], finished: Finished, labels: list[str]) -> Iterator[dict]:
@@ -326,6 +396,8 @@ def token_rows(clips: Iterable[Clip], finished: Finished, labels: list[str]) -> 
         result = finished.clips[clip.id]
         row = {"id": clip.id, "text": clip.text, "frames": result.frames, "source": result.source}
         row["codes"] = store.list_value(*result.codes)
+        row["texts"] = list(clip.texts) or [clip.text]
+        row["weight"] = 1.0 if clip.weight is None else clip.weight
         yield row | {label: getattr(clip, label) for label in labels}
 
 

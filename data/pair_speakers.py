@@ -10,7 +10,6 @@ are a reference themselves or --allow-no-ref is set (their `ref` is empty).
 import argparse
 import hashlib
 import json
-import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -42,14 +41,14 @@ def main() -> None:
     if "speaker" not in columns:
         raise UserError(
             f"{args.tokens} has no speakers: add them to the manifest and run data/encode.py again "
-            "(no clip is encoded twice)"
+            "(no clip is encoded twice), or let data/cluster_speakers.py tell the voices apart"
         )
-    out = args.out.absolute()
-    if out.exists():
-        raise UserError(f"--out {out} already exists: choose another path or remove it")
+    store.refuse_existing(args.out)
     clips = [summary(row, info) for row in store.read_rows(args.tokens, info)]
     refs = choose_references(clips, args.min_seconds, args.max_seconds, args.seed)
-    references = {ref for ref in refs.values() if ref}
+    voices = {row["id"]: (row["ref"], row["ref1"]) for row in store.read_rows(args.tokens, info) if row.get("ref1")}
+    refs |= {id: first for id, (first, _) in voices.items()}  # a dialogue keeps its own references
+    references = {ref for ref in [*refs.values(), *(second for _, second in voices.values())] if ref}
     keep = {id for id, ref in refs.items() if ref or args.allow_no_ref or id in references}
     paired = sum(bool(ref) for ref in refs.values())
     if not paired:
@@ -57,24 +56,10 @@ def main() -> None:
             f"no clip in {args.tokens} has a reference: it must be another clip by the same speaker in the same split, "
             f"{args.min_seconds:g} to {args.max_seconds:g} s long (--min-seconds, --max-seconds)"
         )
-    work = out.with_name(out.name + ".work")
-    with store.clear_disk_errors(out), store.locked(work / "lock"):
-        shutil.rmtree(work / "dataset", ignore_errors=True)
-        rows = (row | {"ref": refs[row["id"]]} for row in store.read_rows(args.tokens, info) if row["id"] in keep)
-        files = store.write_dataset(work / "dataset", rows, columns | {"ref": "string"}, sums=("frames",))
-        pairing = {"min_seconds": args.min_seconds, "max_seconds": args.max_seconds, "seed": args.seed}
-        info |= {
-            "rows": sum(entry["rows"] for entry in files),
-            "frames": sum(entry["frames"] for entry in files),
-            "settings": info["settings"] | {"pairing": pairing},
-            "files": files,
-        }
-        for name in ("key", "clips"):  # so that encode.py does not mistake this for its own output
-            info.pop(name, None)
-        store.write_json(work / "dataset/dataset.json", info)
-        store.publish(work / "dataset", out)
-        shutil.rmtree(work)
-    print(f"{paired} of {len(clips)} clips have a reference, {len(clips) - len(keep)} left out; wrote {out}")
+    rows = (row | {"ref": refs[row["id"]]} for row in store.read_rows(args.tokens, info) if row["id"] in keep)
+    pairing = {"min_seconds": args.min_seconds, "max_seconds": args.max_seconds, "seed": args.seed}
+    store.write_derived(args.out, info, rows, columns | {"ref": "string"}, {"pairing": pairing})
+    print(f"{paired} of {len(clips)} clips have a reference, {len(clips) - len(keep)} left out; wrote {args.out}")
 
 
 def summary(row: dict, info: dict) -> dict:

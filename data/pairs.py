@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lib.clips import AUDIO_SUFFIXES, walk
 from lib.errors import UserError, run
-from lib.sources import AUDIO_SUFFIXES, walk
 from lib.waveform import Reject, prepare, read_samples
 
 COLUMNS = {"id": "string", "noisy": "int16 list", "clean": "int16 list", "samples": "int32"}

@@ -1,14 +1,16 @@
-"""Score samples for voice similarity and word error rate, with models of your choice; nothing is downloaded.
+"""Score samples for voice similarity, word error rate and quality, with models of your choice; nothing is downloaded.
 
     python data/score.py --references runs/NAME/samples/reference --similarity resemblyzer --wer pocketsphinx \\
         runs/NAME/samples/step-00000500/*.wav
 
 --similarity: cosine similarity of the speaker embeddings of a sample and of the file with the same name in
---references. `resemblyzer` includes its weights (pip install --no-deps resemblyzer webrtcvad-wheels); a folder must
-hold an x-vector model in transformers format.
+--references (of several folders, the first that has one). `resemblyzer` includes its weights (pip install --no-deps
+resemblyzer webrtcvad-wheels); a folder must hold an x-vector model in transformers format.
 
 --wer: word error rate against "text" in the .json next to the sample. `pocketsphinx` includes a rough English model
 (pip install pocketsphinx); a folder must hold a speech recogniser in transformers format, such as Whisper.
+
+--dnsmos: overall quality from 1 to 5 as DNSMOS predicts it (pip install speechmos; it includes its weights).
 
 The scores are added to those .json files; the last line of the output has them all as one JSON object.
 """
@@ -29,32 +31,55 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="WAV", help="samples to score")
-    add("--references", type=Path, help="folder with one .wav per sample, of the same name")
-    add(
-        "--similarity",
-        metavar="NAME_OR_FOLDER",
-        help="speaker encoder: resemblyzer, or the folder of an x-vector model",
-    )
-    add("--wer", metavar="NAME_OR_FOLDER", help="speech recogniser: pocketsphinx, or the folder of a model")
+    parser.add_argument("files", nargs="+", type=Path, metavar="WAV", help="samples to score")
+    add_measures(parser)
     args = parser.parse_args(argv)
     if args.similarity and not args.references:
         parser.error("--similarity needs --references")
     return args
 
 
+def add_measures(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--references",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="folder with one .wav per sample, of the same name; may be given several times",
+    )
+    add(
+        "--similarity",
+        metavar="NAME_OR_FOLDER",
+        help="speaker encoder: resemblyzer, or the folder of an x-vector model",
+    )
+    add("--wer", metavar="NAME_OR_FOLDER", help="speech recogniser: pocketsphinx, or the folder of a model")
+    add("--dnsmos", action="store_true", help="predicted quality from 1 to 5 (package speechmos)")
+
+
+def load_measures(args: argparse.Namespace) -> dict[str, Callable]:
+    """What was asked for, by the name of its score: functions of mono samples at 16 kHz."""
+    measures = {}
+    if args.similarity:
+        measures["similarity"] = load_embedder(args.similarity)
+    if args.wer:
+        measures["wer"] = load_recogniser(args.wer)
+    if args.dnsmos:
+        measures["dnsmos"] = load_dnsmos()
+    return measures
+
+
 def main() -> None:
     args = parse_args()
-    embed = load_embedder(args.similarity) if args.similarity else None
-    recognise = load_recogniser(args.wer) if args.wer else None
+    measures = load_measures(args)
     from lib.store import write_json
     from lib.waveform import Reject
 
     scores = {}
     for file in args.files:
         try:
-            scores[file.stem] = score(file, args.references, embed, recognise)
+            scores[file.stem] = score(file, args.references, measures)
         except Reject as reason:  # a silent sample is a result too
             scores[file.stem] = {"unscored": str(reason)}
 
@@ -65,27 +90,32 @@ def main() -> None:
     print(json.dumps(scores))
 
 
-def score(file: Path, references: Path | None, embed: Callable | None, recognise: Callable | None) -> dict:
+def score(file: Path, references: list[Path], measures: dict[str, Callable]) -> dict:
     scores, wave = {}, read_mono(file)
-    if embed and (references / file.name).is_file():
-        scores["similarity"] = cosine(embed(wave), embed(read_mono(references / file.name)))
+    if embed := measures.get("similarity"):
+        others = [folder / file.name for folder in references if folder != file.parent]
+        reference = next((other for other in others if other.is_file()), None)
+        if reference:
+            scores["similarity"] = cosine(embed(wave), embed(read_mono(reference)))
+    if "dnsmos" in measures:
+        scores["dnsmos"] = measures["dnsmos"](wave)
     facts = file.with_suffix(".json")
     text = json.loads(facts.read_text(encoding="utf-8")).get("text", "") if facts.is_file() else ""
-    if recognise and words(text):
-        scores["heard"] = recognise(wave)
+    if "wer" in measures and words(text):
+        scores["heard"] = measures["wer"](wave)
         scores["wer"] = word_error_rate(text, scores["heard"])
     return scores
 
 
-def read_mono(file: Path):
-    """Mono samples at 16 kHz."""
+def read_mono(file: Path, target_rate: int = RATE):
+    """Mono samples at 16 kHz or another rate."""
     from lib.waveform import prepare, read_samples
 
     try:
         wave, rate = read_samples(file.read_bytes(), None, None)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
-    return prepare(wave, rate, RATE, False, 0.0, float("inf"))[0].numpy()
+    return prepare(wave, rate, target_rate, False, 0.0, float("inf"))[0].numpy()
 
 
 def cosine(a, b) -> float:
@@ -117,6 +147,18 @@ def load_embedder(name: str) -> Callable:
         return model(**extractor(wave, sampling_rate=RATE, return_tensors="pt")).embeddings[0].numpy()
 
     return embed
+
+
+# ---------------------------------------------------------------- quality
+
+
+def load_dnsmos() -> Callable:
+    """A function from samples to the predicted overall quality, 1 to 5."""
+    try:
+        from speechmos import dnsmos
+    except ImportError:
+        raise UserError("--dnsmos needs the package speechmos: pip install speechmos onnxruntime") from None
+    return lambda wave: float(dnsmos.run(wave.clip(-1, 1), sr=RATE)["ovrl_mos"])
 
 
 # ---------------------------------------------------------------- word error rate

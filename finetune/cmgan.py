@@ -21,7 +21,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
@@ -33,6 +33,9 @@ from common.runtime import catch_signals, forbid_codec_imports, world_size
 
 @dataclass
 class Config(PairConfig):
+    best_by: ClassVar[str] = "pesq"
+    without: ClassVar[tuple[str, ...]] = (*PairConfig.without, "max_spike")  # two networks have no common norm
+
     epochs: float = flag(120.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
     lr: float = flag(5e-4, "peak learning rate of the generator", group="schedule", low=1e-6, high=1e-2)
     disc_lr_ratio: float = flag(
@@ -112,8 +115,9 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import numpy as np
 import torch
+from torch.nn import ModuleList
 
-from common import engine, memory, optim, runs
+from common import engine, export_check, memory, optim, runs
 from common.checkpoint import load_rank_state
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
@@ -125,7 +129,7 @@ from common.report import write_report
 from common.runtime import Process, all_sum, any_rank, barrier, init_process, run_main, say, stop_requested
 from common.scorer import Scorer
 from models.cmgan import signal
-from models.cmgan.evaluate import EvalFiles, Evaluation, judge_discriminator, sample, test, warn_if_worse
+from models.cmgan.evaluate import EvalFiles, Evaluation, judge_discriminator, probe, sample, test, warn_if_worse
 from models.cmgan.labels import Labelled, Labels, count_missing, restart_count, valid_counts
 from models.cmgan.network import Discriminator, TSCNet, update_batch_norm
 from models.cmgan.watch import LOOK_BACK, GanRamp, alarms, build_gan_ramp, require_equal, require_perfect
@@ -188,13 +192,13 @@ def compute_loss(model, batch: dict, discriminator, config: Config, gan_ramp: Ga
     """
     normalised = signal.normalise(batch["noisy"], batch["clean"])
     estimate = signal.estimate(model(signal.spectrum(normalised.model_input)), normalised)
-    weights = loss_weights(config, gan_ramp.level)
+    weights, audible = loss_weights(config, gan_ramp.level), normalised.audible
     loss_sum, parts = 0.0, {}
     for name, term_b in loss_terms(estimate, discriminator).items():
         # A silent sound counts, but its loss is 0: there is nothing in it to enhance.
-        term = (weights[name] * term_b * normalised.audible).sum()
+        term = (weights[name] * term_b * audible).sum()
         loss_sum = loss_sum + term
-        parts[name] = torch.stack([term.detach(), term.new_tensor(len(term_b))])
+        parts[name] = torch.stack([term.detach(), term.new_full((), len(term_b))])
     return LossOutput(loss_sum, parts, extra=estimate.detach())
 
 
@@ -279,6 +283,10 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     if config.test_data and not config.export:
         raise UserError("--test-data measures the export, which --no-export leaves out.")
 
+    if config.tf32:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True  # as is torch's default for convolutions
+
     # model and data
     networks = generator, discriminator = build_model(config, ds)
     clips, eval_pairs, eval_rows = build_data(config, process)
@@ -292,6 +300,13 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     require_perfect(first_batch["noisy"], first_batch["clean"], loss_terms)
     labels = Labels(scorer, config.noisy_term, config.replay, config.seed)
     gan_ramp = build_gan_ramp(config, len(eval_rows))
+
+    if config.world:
+        # The generator's step takes the most memory. Its loss goes through the discriminator.
+        def both_losses(both, batch: dict) -> LossOutput:
+            return compute_loss(both[0], batch, discriminator=both[1], config=config, gan_ramp=gan_ramp)
+
+        return memory.predict_on_paper(ModuleList(networks), config, both_losses, first_batch, can_shard=False)
 
     # optimizers and engines: each network has its own, with its own gradient clipping
     g_groups = optim.parameter_groups(generator, config.weight_decay, no_decay=("rel_pos_emb", "norm"))
@@ -389,7 +404,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             torch.manual_seed(torch_seed(config.seed, step, slot, "dropout of d"))
             output = d_engine((micro_batch, step_weight, valid_labels))
             engine.backward(d_engine, output.loss_sum, 1.0, process.world)  # already divided
-            loss_d += output.loss_sum.item()
+            loss_d = loss_d + output.loss_sum.detach()
             if i + 1 < config.accumulation:
                 d_engine.step()
         optim.set_learning_rate(d_engine, lr * config.disc_lr_ratio)
@@ -399,7 +414,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
-        loss_d = float(all_sum([loss_d], process)[0])
+        loss_d = float(all_sum([float(loss_d)], process)[0])
         if applied and applied_d:
             ema.update(step)
             positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)  # audio samples
@@ -411,7 +426,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, **more)
             gan_ramp.advance()
         else:
-            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
+            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step])
         count_missing(loop_state, missing_here, int(missing), int(step_weight), done, run)
         if gan_ramp.used and is_due(config.probe_every, done):
             judge_discriminator(gan_ramp, evaluation, discriminator, run, done)
@@ -430,7 +445,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     # finish
     if config.export:
         checkpoint = run.load_best(engines, ema, steps)
-        export(engines, ema, config, run.folder, checkpoint, process)
+        export(engines, ema, config, run.folder / "export", checkpoint, process)
+        export_check.require_same(run, ema, probe, generator, clips)
     warn_if_worse(run)
     if test_pairs:
         test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), loss_terms, window, scorer, process)

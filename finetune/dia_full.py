@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import catch_signals, forbid_codec_imports, world_size
+from common.runtime import catch_signals, forbid_codec_imports
 from models.dia.flags import DiaFlags
 
 # ---- flags -----------------------------------------------------------------------------------------------------
@@ -50,6 +50,7 @@ DEMO = {
     "text_dropout": 0.1,
     "save_every": 50,
     "eval_every": 50,
+    "sample_greedy": True,  # memorised clips are said as they are
 }
 
 if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
@@ -59,21 +60,27 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import torch
 
-from common import engine, memory, optim, runs, samples
+from common import engine, export_check, hub, memory, optim, runs, samples
+from common.attention import choose_attention
+from common.codec import codec_identity
+from common.compiling import compile_layers
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
+from common.fit import fit
 from common.gradient_check import GradientCheck
+from common.holdout import check_holdout
 from common.loss import IGNORE, codebook_loss, loss_head
 from common.metrics import Meter, is_due
 from common.plan import Mix, Plan
 from common.report import write_report
-from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
-from common.tokens import TokenDataset
+from common.runtime import Process, any_rank, barrier, init_process, run_main, say, stop_requested
+from common.sample_scores import SampleScores, best_score
+from common.tokens import open_tokens
 from models.dia.data import Clips, WithRehearsal
-from models.dia.evaluate import token_metrics
+from models.dia.evaluate import probe, token_metrics
 from models.dia.generate import sample
-from models.dia.layout import labelled_states, layout_of, read_tag_map
-from models.dia.weights import load_dia, needs_widening, widen, write_model
+from models.dia.layout import labelled_states, layers_of, layout_of, read_tag_map
+from models.dia.weights import check_codec, load_dia, needs_widening, widen, write_model
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
@@ -82,7 +89,8 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]):
     """All of Dia except what --freeze lists. Under ZeRO-3 it is built sharded, never whole on one rank."""
     wider = needs_widening(config.model, config.channels)
     engine.build_sharded(ds)
-    model = load_dia(config.model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    model = load_dia(config.model, dtype, attn=choose_attention(config.attn, config.precision, masks=True))
     if wider:
         widen(model, ds)
     freeze(model, config.freeze)
@@ -115,8 +123,9 @@ def freeze(model, presets: list[str]) -> None:
         say(f"frozen {preset}: {len(parameters)} parameters")
 
 
-def lr_scale(model_config, layer_decay: float):
-    """Maps a parameter's name to the factor on its learning rate: 1 at the head, less with every layer below it."""
+def lr_scale(model_config, layer_decay: float, qk_lr: float = 1.0):
+    """Maps a parameter's name to the factor on its learning rate: 1 at the head, less with every layer below it, and
+    `qk_lr` of that for queries and keys."""
     depth = {
         "encoder": model_config.encoder_config.num_hidden_layers,
         "decoder": model_config.decoder_config.num_hidden_layers,
@@ -125,7 +134,8 @@ def lr_scale(model_config, layer_decay: float):
     def scale(name: str) -> float:
         layer = re.match(r"model\.(encoder|decoder)\.layers\.(\d+)\.", name)
         if layer:
-            return layer_decay ** (depth[layer[1]] - int(layer[2]))
+            own = qk_lr if re.search(r"\.[qk]_proj\.", name) else 1.0
+            return own * layer_decay ** (depth[layer[1]] - int(layer[2]))
         table = re.match(r"model\.(encoder|decoder)\.embedding", name)
         return layer_decay ** (depth[table[1]] + 1) if table else 1.0
 
@@ -139,8 +149,8 @@ def build_data(path: str, model, config: Config, tag_map: dict, process: Process
     """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
     if not path:
         return None
-    tokens = TokenDataset(path)
-    on_main(tokens.verify, process)
+    tokens = open_tokens(path, process)
+    check_codec(tokens, config.model, process)
     clips = Clips(tokens, layout_of(model.config), config, tag_map, train)
     if not len(clips):
         raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
@@ -177,7 +187,7 @@ def compute_loss(model, batch: dict, clips: Clips) -> LossOutput:
     """
     hidden_nd, labels_nc = labelled_states(model, batch)
     is_target = labels_nc != IGNORE
-    weights_nc = is_target * torch.as_tensor(clips.channel_weights, dtype=torch.float32, device=labels_nc.device)
+    weights_nc = is_target * batch["channel_weights"] * batch.get("label_weights", 1)
     weights_nc = torch.where(labels_nc == clips.layout.eos, weights_nc * clips.config.eos_weight, weights_nc)
     loss_sum, losses_nc = codebook_loss(model.logits_dense, hidden_nd, labels_nc, weights_nc)
     sums_2c = torch.stack([losses_nc.sum(0), is_target.sum(0).float()]).detach()
@@ -188,7 +198,7 @@ def compute_loss(model, batch: dict, clips: Clips) -> LossOutput:
 
 
 def evaluate(model, clips: Clips | None, run: runs.Run, ema: engine.Ema, step: int) -> float | None:
-    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
+    """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now."""
     if not clips:
         return None
     with ema.applied():
@@ -196,15 +206,32 @@ def evaluate(model, clips: Clips | None, run: runs.Run, ema: engine.Ema, step: i
     run.tracker.event("eval", step, **metrics)
     say(f"evaluation at step {step}: loss {metrics['loss']:.4f}  text gap {metrics['text_gap']:.4f}"
         f"  end recall {metrics['eos_recall']:.2f}  end false alarm {metrics['eos_false_alarm']:.4f}")  # fmt: skip
-    # The score is the loss. A model that would not stop speaking has none, so it is never the best.
-    return metrics["loss"] if metrics["eos_recall"] >= clips.config.min_eos_recall else None
+    # Other scores than the loss come later, when the samples of this step have been scored.
+    return score_of(metrics, {}, clips.config) if clips.config.best_by == "loss" else None
+
+
+def score_of(metrics: dict, base: dict, config: Config) -> float | None:
+    """The score, of which the lowest makes the best checkpoint. `metrics`: of its evaluation and its samples, `base`:
+    those before training."""
+    # A model that would not stop speaking has no score, so it is never the best.
+    return best_score(metrics, config.best_by) if metrics["eos_recall"] >= config.min_eos_recall else None
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, tag_map: dict, checkpoint: dict, process: Process):
-    """Writes the model with fp32 master (or EMA) weights, as transformers loads it. `checkpoint`: its step and score.
+def export(
+    ds_engine,
+    ema: engine.Ema,
+    config: Config,
+    folder: Path,
+    tag_map: dict,
+    codec: dict,
+    checkpoint: dict,
+    process: Process,
+) -> None:
+    """Writes the model with fp32 master (or EMA) weights, as transformers loads it. `codec`: of the training data;
+    `checkpoint`: its step and score.
 
     Every rank must call it: ZeRO-3 gathers the weights here.
     """
@@ -212,7 +239,7 @@ def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, tag_map: di
         weights = engine.full_weights(ds_engine, everything=True, keep=process.is_main)
     if process.is_main:
         training = dataclasses.asdict(config) | {"recipe": "dia_full", "checkpoint": checkpoint}
-        write_model(folder / "export", ds_engine.module.model, weights, config.model, tag_map, training)
+        write_model(folder, ds_engine.module.model, weights, config.model, tag_map, training, codec)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -230,25 +257,33 @@ def train(config: Config, process: Process, ds: dict):
         )
 
     # model and data
+    hub.fetch(config.model, process, weights=not config.world)
     tag_map = read_tag_map(config.tag_map)
-    model = build_model(config, ds, tag_map)
+    with memory.unallocated(config):
+        model = build_model(config, ds, tag_map)
     clips = build_data(config.data, model, config, tag_map, process, train=True)
-    eval_clips = build_data(config.eval_data, model, config, tag_map, process, train=False)
+    eval_clips = build_data(config.eval_source, model, config, tag_map, process, train=False)
+    codec = codec_identity(clips.tokens.info)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     micro_batches_per_step = process.world * config.accumulation
     steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
     padding = plan.padding()
     if config.rehearsal:
         clips, plan, steps = add_rehearsal(clips, plan, model, config, tag_map, process, micro_batches_per_step)
+    check_holdout(clips.parts if config.rehearsal else [clips], eval_clips, config, process)
     say(f"clips {len(clips):,}, padding {100 * padding:.1f} %, {steps} steps of {micro_batches_per_step}"
         " micro-batches")  # fmt: skip
+    loss_fn = functools.partial(compute_loss, clips=clips)
+    if config.world:
+        return memory.predict_on_paper(model, config, loss_fn, clips.batch(plan.longest()))
 
     # optimizer and engine
-    scale = lr_scale(model.config, config.layer_decay) if config.layer_decay < 1 else None
+    scale = lr_scale(model.config, config.layer_decay, config.qk_lr) if config.layer_decay * config.qk_lr < 1 else None
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed", "norm"), lr_scale=scale)
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
     predicted = memory.report_prediction(model, optimizer, ds, config, process)
-    loss_fn = functools.partial(compute_loss, clips=clips)
+    if config.compile:
+        compile_layers(layers_of(model), ds)
     ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
     ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
@@ -259,7 +294,8 @@ def train(config: Config, process: Process, ds: dict):
 
     # fresh start or resume
     fingerprint = clips.fingerprint() | {"tag_map": tag_map, "optimizer": optim.describe_optimizer(optimizer)}
-    run = runs.Run("dia_full", config, ds, process, fingerprint, steps)
+    run = runs.Run("dia_full", config, ds, process, fingerprint, steps, codec)
+    scores = SampleScores(run, eval_clips, ("original", "recorded"), score_of, decide=config.best_by != "loss")
     if run.checkpoint:
         run.load(ds_engine, ema)
     else:
@@ -275,7 +311,7 @@ def train(config: Config, process: Process, ds: dict):
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
-    decoders = []
+    decoders, norm_groups = [], {"encoder": r"^model\.encoder", "decoder": r"^model\.decoder", "head": "^logits_dense"}
     model.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -295,7 +331,8 @@ def train(config: Config, process: Process, ds: dict):
         gradient_check.before_step(ds_engine)
         lr = optim.learning_rate(step, steps, config)
         optim.set_learning_rate(ds_engine, lr)
-        applied, grad_norm = engine.take_step(ds_engine)
+        meter.add_norms(engine.squared_norms(ds_engine, norm_groups, process.world))
+        applied, grad_norm = engine.take_step(ds_engine, run.max_norm())
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -307,25 +344,30 @@ def train(config: Config, process: Process, ds: dict):
             epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
         else:
-            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
+            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step], grad_norm)
 
-        score, is_best = None, False
-        if last or is_due(config.eval_every, done):
+        score, is_best, evaluates = None, False, last or is_due(config.eval_every, done)
+        if evaluates:
+            scores.collect()  # of earlier samples
             score = evaluate(model, eval_clips, run, ema, done)
             is_best = run.is_best(done, score)
-        if last or totals.stop or is_best or is_due(config.save_every, done):
-            run.save(ds_engine, ema, done, score)
-        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
-            run.stop(done)
-        if eval_clips and config.samples and (last or is_due(config.sample_every, done)):
+        speaks = last or is_due(config.sample_every, done) or (evaluates and scores.decide)
+        if eval_clips and config.samples and speaks and (last or not totals.stop):
             with ema.applied():
                 decoders += sample(model, eval_clips, run.folder, done, process, stage_of(ds) == 3)
             run.tracker.event("sample", done)
+            scores.expect(done, evaluates)
+        if last or totals.stop or is_best or run.unscored == done or is_due(config.save_every, done):
+            run.save(ds_engine, ema, done, score)
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
+            run.stop(done)
 
     # finish
+    scores.collect(last=True)
     if config.export:
         checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder, tag_map, checkpoint, process)
+        export(ds_engine, ema, config, run.folder / "export", tag_map, codec, checkpoint, process)
+        export_check.require_same(run, ema, probe, model, eval_clips or clips)
     samples.wait_for(decoders)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
@@ -335,7 +377,9 @@ def train(config: Config, process: Process, ds: dict):
 
 
 def main(config: Config) -> None:
-    train(config, init_process(), resolve_ds(config.ds, config, world_size()))
+    process = init_process()
+    config = fit(config, train, process)
+    train(config, process, resolve_ds(config.ds, config, process.world))
 
 
 if __name__ == "__main__":

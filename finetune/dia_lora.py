@@ -11,13 +11,14 @@ chooses the number of ranks. The embedded demo runs on a laptop in a minute:
 
 import dataclasses
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import catch_signals, forbid_codec_imports, world_size
+from common.runtime import catch_signals, forbid_codec_imports
 from models.dia.flags import DiaFlags
 
 # ---- flags -----------------------------------------------------------------------------------------------------
@@ -36,6 +37,11 @@ class Config(DiaFlags):
     group_ranks: list[str] = flag([], "other LoRA ranks for some groups, such as dec_cross=32")
     rslora: bool = flag(False, "rank-stabilised LoRA: scale by alpha / sqrt(r)")
     dora: bool = flag(False, "weight-decomposed LoRA (DoRA)")
+    channels: int = flag(
+        0,
+        "0 = as in the checkpoint; twice its number: stereo, with the audio embedding and the head trained too",
+        low=0,
+    )
     quantize: Literal["none", "8bit", "4bit"] = flag("none", "load the frozen base in 8 or 4 bits (bitsandbytes)")
 
 
@@ -53,6 +59,7 @@ DEMO = {
     "text_dropout": 0.1,
     "save_every": 80,
     "eval_every": 80,
+    "sample_greedy": True,  # memorised clips are said as they are
 }
 
 if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
@@ -63,23 +70,29 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 import torch
 from peft import PeftModel
 
-from common import engine, lora, memory, optim, runs, samples
+from common import engine, export_check, hub, lora, memory, optim, runs, samples
+from common.attention import choose_attention
+from common.codec import codec_identity
+from common.compiling import compile_layers
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
+from common.fit import fit
 from common.gradient_check import GradientCheck
+from common.holdout import check_holdout
 from common.keyed_random import torch_seed
 from common.lora import base_model
 from common.loss import IGNORE, codebook_loss, loss_head
 from common.metrics import Meter, is_due
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
-from common.tokens import TokenDataset
+from common.runtime import Process, any_rank, barrier, init_process, run_main, say, stop_requested
+from common.sample_scores import SampleScores, best_score
+from common.tokens import open_tokens
 from models.dia.data import Clips
-from models.dia.evaluate import token_metrics
+from models.dia.evaluate import probe, token_metrics
 from models.dia.generate import sample
-from models.dia.layout import labelled_states, layout_of, read_tag_map
-from models.dia.weights import load_dia
+from models.dia.layout import labelled_states, layers_of, layout_of, read_tag_map
+from models.dia.weights import check_codec, load_dia, needs_widening, widen
 
 # ---- model -----------------------------------------------------------------------------------------------------
 
@@ -111,10 +124,17 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]) -> PeftModel:
         raise UserError(f"--quantize {config.quantize} needs ZeRO-2: a quantised base cannot be sharded.")
     if stage_of(ds) == 3 and tag_map:
         raise UserError("--tag-map needs ZeRO-2: PEFT cannot train single rows of a sharded embedding.")
+    names = [name for group in config.lora_groups for name in PRESETS.get(group, [group])]
+    if config.channels and "head" in names:
+        raise UserError("--lora-groups head: with --channels the head is trained whole, without LoRA.")
+    wider = needs_widening(config.model, config.channels)
     engine.build_sharded(ds)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    model = load_dia(config.model, dtype, lora.quantization_config(config.quantize, dtype, keep=["logits_dense"]))
-    names = [name for group in config.lora_groups for name in PRESETS.get(group, [group])]
+    quantization = lora.quantization_config(config.quantize, dtype, keep=["logits_dense"])
+    attn = choose_attention(config.attn, config.precision, masks=True)
+    model = load_dia(config.model, dtype, quantization, attn)
+    if wider:
+        widen(model, ds)
     modules = lora.resolve_groups(model, lora_groups(model.config), names)
     for group, hits in modules.items():
         say(f"LoRA {group}: {len(hits)} modules")
@@ -132,10 +152,17 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]) -> PeftModel:
         # The byte embedding is frozen: without this the row of a new tag would stay an untrained vector.
         trainable_token_indices={"embedding": sorted(tag_map.values())} if tag_map else None,
     )
+    if config.channels:  # LoRA cannot make the tables of the new channels differ from those they are copies of
+        lora.train_whole(model, ["model.decoder.embeddings.embed", "logits_dense"])
     if config.gradient_checkpointing:
         # Reentrant checkpointing needs an input that requires a gradient, and the frozen embeddings give none.
         base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def lr_scale(qk_lr: float):
+    """Maps a parameter's name to the factor on its learning rate: `qk_lr` for queries and keys, 1 for all others."""
+    return lambda name: qk_lr if re.search(r"\.[qk]_proj\.", name) else 1.0
 
 
 def parse_group_ranks(items: list[str], modules: dict) -> dict[str, int]:
@@ -155,8 +182,8 @@ def build_data(path: str, model, config: Config, tag_map: dict, process: Process
     """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
     if not path:
         return None
-    tokens = TokenDataset(path)
-    on_main(tokens.verify, process)
+    tokens = open_tokens(path, process)
+    check_codec(tokens, config.model, process)
     clips = Clips(tokens, layout_of(base_model(model).config), config, tag_map, train)
     if not len(clips):
         raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
@@ -175,7 +202,7 @@ def compute_loss(model, batch: dict, clips: Clips) -> LossOutput:
     """
     hidden_nd, labels_nc = labelled_states(model, batch)
     is_target = labels_nc != IGNORE
-    weights_nc = is_target * torch.as_tensor(clips.channel_weights, dtype=torch.float32, device=labels_nc.device)
+    weights_nc = is_target * batch["channel_weights"] * batch.get("label_weights", 1)
     weights_nc = torch.where(labels_nc == clips.layout.eos, weights_nc * clips.config.eos_weight, weights_nc)
     loss_sum, losses_nc = codebook_loss(base_model(model).logits_dense, hidden_nd, labels_nc, weights_nc)
     sums_2c = torch.stack([losses_nc.sum(0), is_target.sum(0).float()]).detach()
@@ -186,7 +213,7 @@ def compute_loss(model, batch: dict, clips: Clips) -> LossOutput:
 
 
 def evaluate(model, clips: Clips | None, run: runs.Run, ema: engine.Ema, step: int) -> float | None:
-    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
+    """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now."""
     if not clips:
         return None
     with ema.applied():
@@ -194,15 +221,32 @@ def evaluate(model, clips: Clips | None, run: runs.Run, ema: engine.Ema, step: i
     run.tracker.event("eval", step, **metrics)
     say(f"evaluation at step {step}: loss {metrics['loss']:.4f}  text gap {metrics['text_gap']:.4f}"
         f"  end recall {metrics['eos_recall']:.2f}  end false alarm {metrics['eos_false_alarm']:.4f}")  # fmt: skip
-    # The score is the loss. A model that would not stop speaking has none, so it is never the best.
-    return metrics["loss"] if metrics["eos_recall"] >= clips.config.min_eos_recall else None
+    # Other scores than the loss come later, when the samples of this step have been scored.
+    return score_of(metrics, {}, clips.config) if clips.config.best_by == "loss" else None
+
+
+def score_of(metrics: dict, base: dict, config: Config) -> float | None:
+    """The score, of which the lowest makes the best checkpoint. `metrics`: of its evaluation and its samples, `base`:
+    those before training."""
+    # A model that would not stop speaking has no score, so it is never the best.
+    return best_score(metrics, config.best_by) if metrics["eos_recall"] >= config.min_eos_recall else None
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, tag_map: dict, checkpoint: dict, process: Process):
-    """Writes the adapter with fp32 master (or EMA) weights, as plain PEFT loads it. `checkpoint`: its step and score.
+def export(
+    ds_engine,
+    ema: engine.Ema,
+    config: Config,
+    folder: Path,
+    tag_map: dict,
+    codec: dict,
+    checkpoint: dict,
+    process: Process,
+) -> None:
+    """Writes the adapter with fp32 master (or EMA) weights, as plain PEFT loads it. `codec`: of the training data;
+    `checkpoint`: its step and score.
 
     Every rank must call it: ZeRO-3 gathers the weights here.
     """
@@ -210,8 +254,8 @@ def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, tag_map: di
         weights = engine.full_weights(ds_engine, keep=process.is_main)
     if process.is_main:
         training = dataclasses.asdict(config) | {"recipe": "dia_lora", "checkpoint": checkpoint}
-        files = {"tag_map.json": tag_map, "training_config.json": training}
-        lora.write_adapter(ds_engine.module.model, weights, folder / "export", config.model, files)
+        files = {"tag_map.json": tag_map, "training_config.json": training, "codec.json": codec}
+        lora.write_adapter(ds_engine.module.model, weights, folder, config.model, files)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -229,21 +273,30 @@ def train(config: Config, process: Process, ds: dict):
         )
 
     # model and data
+    hub.fetch(config.model, process, weights=not config.world)
     tag_map = read_tag_map(config.tag_map)
-    model = build_model(config, ds, tag_map)
+    with memory.unallocated(config):
+        model = build_model(config, ds, tag_map)
     clips = build_data(config.data, model, config, tag_map, process, train=True)
-    eval_clips = build_data(config.eval_data, model, config, tag_map, process, train=False)
+    eval_clips = build_data(config.eval_source, model, config, tag_map, process, train=False)
+    check_holdout([clips], eval_clips, config, process)
+    codec = codec_identity(clips.tokens.info)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     micro_batches_per_step = process.world * config.accumulation
     steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
     say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
         " micro-batches")  # fmt: skip
+    loss_fn = functools.partial(compute_loss, clips=clips)
+    if config.world:
+        return memory.predict_on_paper(model, config, loss_fn, clips.batch(plan.longest()))
 
     # optimizer and engine
-    groups = optim.parameter_groups(model, weight_decay=0.0, no_decay=())
+    scale = lr_scale(config.qk_lr) if config.qk_lr < 1 else None
+    groups = optim.parameter_groups(model, weight_decay=0.0, no_decay=(), lr_scale=scale)
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
     predicted = memory.report_prediction(model, optimizer, ds, config, process)
-    loss_fn = functools.partial(compute_loss, clips=clips)
+    if config.compile:
+        compile_layers(layers_of(model), ds)
     ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
     ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
@@ -254,7 +307,8 @@ def train(config: Config, process: Process, ds: dict):
 
     # fresh start or resume
     fingerprint = clips.fingerprint() | {"tag_map": tag_map, "optimizer": optim.describe_optimizer(optimizer)}
-    run = runs.Run("dia_lora", config, ds, process, fingerprint, steps)
+    run = runs.Run("dia_lora", config, ds, process, fingerprint, steps, codec)
+    scores = SampleScores(run, eval_clips, ("original", "recorded"), score_of, decide=config.best_by != "loss")
     if run.checkpoint:
         run.load(ds_engine, ema)
     else:
@@ -270,7 +324,7 @@ def train(config: Config, process: Process, ds: dict):
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
-    decoders = []
+    decoders, norm_groups = [], {name: pattern for name, (pattern, _) in lora_groups(base_model(model).config).items()}
     model.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -292,7 +346,8 @@ def train(config: Config, process: Process, ds: dict):
         gradient_check.before_step(ds_engine)
         lr = optim.learning_rate(step, steps, config)
         optim.set_learning_rate(ds_engine, lr)
-        applied, grad_norm = engine.take_step(ds_engine)
+        meter.add_norms(engine.squared_norms(ds_engine, norm_groups, process.world))
+        applied, grad_norm = engine.take_step(ds_engine, run.max_norm())
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -304,25 +359,30 @@ def train(config: Config, process: Process, ds: dict):
             epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
         else:
-            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
+            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step], grad_norm)
 
-        score, is_best = None, False
-        if last or is_due(config.eval_every, done):
+        score, is_best, evaluates = None, False, last or is_due(config.eval_every, done)
+        if evaluates:
+            scores.collect()  # of earlier samples
             score = evaluate(model, eval_clips, run, ema, done)
             is_best = run.is_best(done, score)
-        if last or totals.stop or is_best or is_due(config.save_every, done):
-            run.save(ds_engine, ema, done, score)
-        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
-            run.stop(done)
-        if eval_clips and config.samples and (last or is_due(config.sample_every, done)):
+        speaks = last or is_due(config.sample_every, done) or (evaluates and scores.decide)
+        if eval_clips and config.samples and speaks and (last or not totals.stop):
             with ema.applied():
                 decoders += sample(model, eval_clips, run.folder, done, process, stage_of(ds) == 3)
             run.tracker.event("sample", done)
+            scores.expect(done, evaluates)
+        if last or totals.stop or is_best or run.unscored == done or is_due(config.save_every, done):
+            run.save(ds_engine, ema, done, score)
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
+            run.stop(done)
 
     # finish
+    scores.collect(last=True)
     if config.export:
         checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder, tag_map, checkpoint, process)
+        export(ds_engine, ema, config, run.folder / "export", tag_map, codec, checkpoint, process)
+        export_check.require_same(run, ema, probe, model, eval_clips or clips)
     samples.wait_for(decoders)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
@@ -332,7 +392,9 @@ def train(config: Config, process: Process, ds: dict):
 
 
 def main(config: Config) -> None:
-    train(config, init_process(), resolve_ds(config.ds, config, world_size()))
+    process = init_process()
+    config = fit(config, train, process)
+    train(config, process, resolve_ds(config.ds, config, process.world))
 
 
 if __name__ == "__main__":

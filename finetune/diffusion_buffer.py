@@ -153,7 +153,7 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 import torch
 from torch import nn
 
-from common import engine, memory, optim, runs
+from common import engine, export_check, memory, optim, runs
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
 from common.keyed_random import torch_seed, uniform
@@ -166,7 +166,7 @@ from common.scorer import Scorer
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.data import Clips, buffer_size
 from models.diffusion_buffer.enhance import say_latency
-from models.diffusion_buffer.evaluate import EvalClips, log_details, measure_files, sample, summarise
+from models.diffusion_buffer.evaluate import EvalClips, log_details, measure_files, probe, sample, summarise
 from models.diffusion_buffer.network import build_network
 from models.diffusion_buffer.signal import Spec, spec_of
 from models.diffusion_buffer.weights import load_network, write_export
@@ -241,7 +241,7 @@ def compute_loss(model, batch: dict, spec: Spec) -> LossOutput:
     # In the log: the loss by quarter of the diffusion times, t1 nearly clean to t4 nearly noisy, and the output's size.
     quarters = torch.tensor_split(squares_nb.detach().sum(0), 4)
     bins = len(squares_nb) * spec.bins  # target bins per frame of the buffer
-    parts = {f"t{i}": torch.stack([q.sum(), q.new_tensor(len(q) * bins)]) for i, q in enumerate(quarters, start=1)}
+    parts = {f"t{i}": torch.stack([q.sum(), q.new_full((), len(q) * bins)]) for i, q in enumerate(quarters, start=1)}
     size = output_nfb.detach().abs()
     return LossOutput(squares_nb.sum(), parts, {"out_rms": size.square().mean().sqrt(), "out_max": size.max()})
 
@@ -268,6 +268,8 @@ def loss_or_fp32(ds_engine, batch: dict) -> tuple[LossOutput, bool]:
     """The loss, and whether it had to be computed in fp32 because it is finite only there.
 
     A loss that is not finite even in fp32 comes from the clip or the weights: the step is then skipped as usual.
+    Looking at the loss waits for the GPU. It has to be before the backward pass: after it the gradients of all
+    micro-batches are one sum, which a NaN has spoilt.
     """
     output = ds_engine(batch)
     if not batch["autocast"] or bool(output.loss_sum.isfinite()):
@@ -324,6 +326,10 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             raise UserError("--model without --data: add the pairs to fine-tune on.")
         config = dataclasses.replace(config, data=str(runs.demo_assets(process, "pairs") / "strong"))
 
+    if config.tf32:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True  # as is torch's default for convolutions
+
     # model and data
     spec = spec_of(config)
     model = build_model(config, ds, spec)
@@ -346,9 +352,14 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         own = uniform(config.seed, step, "own") < config.context_own
         return batch | {"own": own, "autocast": config.precision == "bf16"}
 
+    loss_fn = functools.partial(compute_loss, spec=spec)
+    if config.world:
+        batch = build_batch(range(config.micro_batch), step=0)
+        return memory.predict_on_paper(model, config, loss_fn, batch, can_shard=False)
+
     def try_micro_batch(size: int) -> None:
         batch = to_device(build_batch(range(size), step=0), process.device)
-        output = compute_loss(model.to(process.device), batch, spec)
+        output = loss_fn(model.to(process.device), batch)
         torch.autograd.grad(output.loss_sum, [p for p in model.parameters() if p.requires_grad])  # leaves no .grad
 
     # A micro-batch that does not fit into memory is halved before the engine is told the accumulation.
@@ -363,7 +374,6 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("GroupNorm", "out_layers.0"))
     optimizer = optim.build_optimizer(groups, config, ds, betas=(0.9, 0.999))  # any torch optimizer works here
     predicted = memory.report_prediction(model, optimizer, ds, config, process)
-    loss_fn = functools.partial(compute_loss, spec=spec)
     ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
     ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
@@ -415,7 +425,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
                 ds_engine.step()  # DeepSpeed only counts the micro-batch here
         lr = optim.plateau_rate(step, steps, loop_state["drops"], config)
         optim.set_learning_rate(ds_engine, lr)
-        applied, grad_norm = engine.take_step(ds_engine)
+        applied, grad_norm = engine.take_step(ds_engine, run.max_norm())
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -435,7 +445,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             epoch = round(done * crops_per_step / plan.per_epoch, 4)
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch, **seen)
         else:
-            run.skip(done, meter, [name for _, rows in planned for name in clips.ids(rows)])
+            indices = range(step * micro_batches_per_step, done * micro_batches_per_step)
+            run.skip(done, meter, [build_micro_batch(index) for index in indices], grad_norm)
 
         score, is_best = None, False
         if last or is_due(config.eval_every, done):
@@ -457,7 +468,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     # finish
     if config.export:
         checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder, spec, checkpoint, process)
+        export(ds_engine, ema, config, run.folder / "export", spec, checkpoint, process)
+        export_check.require_same(run, ema, probe, model, clips)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
     if process.is_main:

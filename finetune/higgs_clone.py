@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.config import RunConfig, UserError, flag, parse_args
+from common import attention, compiling
+from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import catch_signals, forbid_codec_imports, world_size
+from common.runtime import catch_signals, forbid_codec_imports
+from common.sample_scores import SampleScores, SpeechFlags, best_score
 
 # ---- flags -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Config(RunConfig):
+class Config(SpeechFlags):
     lr: float = flag(
         5e-5,
         "peak learning rate; 2e-5 to 2e-4 for LoRA, about 1e-5 for full presets",
@@ -33,6 +35,8 @@ class Config(RunConfig):
         high=1e-2,
     )
     revision: str = flag("", "revision of --model on the hub; empty = the newest", group="run")
+    attn: attention.Attention = flag("auto", attention.HELP, group="run", may_change=True)
+    compile: bool = flag(False, compiling.HELP, group="run", may_change=True)
 
     preset: Literal["attn", "attn+audio", "all", "audio_path", "audio_path+attn", "full"] = flag(
         "attn+audio",
@@ -52,6 +56,15 @@ class Config(RunConfig):
     text_loss: float = flag(0.0, "loss weight of the text tokens after the reference; 0 = off", low=0)
     codebook_weights: Literal["equal", "first"] = flag(
         "equal", "loss weights of the codebooks; first = 8 8 6 6 4 4 2 2, scaled to a mean of 1"
+    )
+    voices_in: Literal["turns", "scene"] = flag(
+        "turns", "where references are: turns with their transcripts, or the scene description, without transcripts"
+    )
+    reference_crop: float = flag(
+        0.0, "train with a random piece of each reference of at most this many seconds; 0 = the whole", low=0
+    )
+    reference_dropout: float = flag(
+        0.0, "share of the training clips that get no reference, a new choice in each epoch", low=0, high=1
     )
     allow_no_ref: bool = flag(False, "also train on clips without a reference, for which the model invents a voice")
     normalise_text: bool = flag(
@@ -73,15 +86,8 @@ class Config(RunConfig):
     promote_worse: bool = flag(False, "a checkpoint can be the best even if it stops or clones worse than the base")
     greedy: bool = flag(False, "generate samples greedily, without random sampling")
     sample_frames: int = flag(0, "longest sample in codec frames; 0 = 1.5 x the longest evaluation clip", low=0)
-    similarity: str = flag(
-        "", "speaker similarity of samples: resemblyzer, or a folder with an x-vector model; empty = off"
-    )
-    wer: str = flag(
-        "", "word error rate of samples: pocketsphinx (English), or a folder with a speech recogniser; empty = off"
-    )
     codec_name: str = flag(
-        "bosonai/higgs-audio-v2-tokenizer",
-        "hub id of the codec, written into an exported model folder; empty = as in the base",
+        "", "hub id of the codec, written into an exported model folder; empty = the codec of the training data"
     )
 
 
@@ -101,7 +107,6 @@ DEMO = {
     "eval_every": 50,
     "max_start_loss": 0.0,
     "greedy": True,
-    "codec_name": "",
 }
 
 if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
@@ -111,22 +116,26 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import torch
 
-from common import engine, lora, memory, optim, runs, samples
+from common import engine, export_check, hub, lora, memory, optim, runs, samples
+from common.codec import codec_identity
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
+from common.fit import fit
 from common.gradient_check import GradientCheck
+from common.holdout import check_holdout
 from common.keyed_random import torch_seed
 from common.lora import base_model
 from common.loss import IGNORE, codebook_loss, loss_head
 from common.metrics import Meter, is_due
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
-from common.tokens import TokenDataset
+from common.runtime import Process, any_rank, barrier, init_process, run_main, say, stop_requested
+from common.tokens import open_tokens
 from models.higgs.data import VoiceClips
-from models.higgs.evaluate import layout_losses, token_metrics
+from models.higgs.evaluate import layout_losses, probe, token_metrics
 from models.higgs.generate import sample
 from models.higgs.layout import Layout, labelled_states, labelled_text_states, layout_of
+from models.higgs.network import run_layer
 from models.higgs.text import Chat
 from models.higgs.weights import EMBEDDING, check_codec, load_higgs, load_tokenizer, lora_groups, unfreeze, write_model
 
@@ -158,7 +167,8 @@ def build_model(config: Config, ds: dict):
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     quantization = lora.quantization_config(config.quantize, dtype, keep=["audio_lm_head", "text_lm_head"])
     has_text_loss = config.text_loss > 0
-    model = load_higgs(config.model, config.revision, dtype, has_text_loss, quantization)
+    attn = attention.choose_attention(config.attn, config.precision, config.packing)
+    model = load_higgs(config.model, config.revision, dtype, has_text_loss, quantization, attn)
     model.audio_lm_head = loss_head(model.audio_lm_head)
     if has_text_loss:
         model.text_lm_head = loss_head(model.text_lm_head)
@@ -196,9 +206,9 @@ def build_data(
     """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
     if not path:
         return None
-    tokens = TokenDataset(path)
-    on_main(tokens.verify, process)
-    clips = VoiceClips(tokens, layout, chat, config, train)
+    tokens = open_tokens(path, process)
+    check_codec(tokens, config.model, config.revision, process)
+    clips = VoiceClips(tokens, layout, chat, config, train, process)
     clips.say_summary()
     return clips
 
@@ -212,21 +222,25 @@ def compute_loss(model, batch: dict, clips: VoiceClips) -> LossOutput:
     N positions whose next frame has a target, K codebooks. To add a term, add its weighted sum over targets to loss_sum
     (and its weights to VoiceClips.target_weight), and a (sum, count) pair to the parts to see it in the log.
     """
-    hidden_nd, labels_nk, hidden_bsd = labelled_states(model, batch, clips.layout)
+    hidden_nd, labels_nk, hidden_rd = labelled_states(model, batch)
     is_target = labels_nk != IGNORE
-    weights_nk = is_target * torch.as_tensor(clips.codebook_weights, dtype=torch.float32, device=labels_nk.device)
+    weights_nk = is_target * batch["codebook_weights"] * batch.get("label_weights", 1)
     # A batch without a single label (a chat without audio) has N = 0. It still goes through the head, which gives a
     # loss of 0 with a gradient of zeros: if its rank returned early or skipped the backward pass, the other ranks would
     # wait for it forever. A mean instead of a sum would be 0 / 0 = NaN here.
     loss_sum, losses_nk = codebook_loss(base_model(model).audio_lm_head, hidden_nd, labels_nk, weights_nk)
     sums_2k = torch.stack([losses_nk.sum(0), is_target.sum(0).float()]).detach()
     parts = {f"channel_{k}": sums_2k[:, k] for k in range(sums_2k.shape[1])}
+    # The ends of the streams are few among many codes: whether the model learns to stop shows here, not in the loss.
+    is_end = labels_nk == clips.layout.eos
+    parts["end"] = torch.stack([torch.where(is_end, losses_nk, 0).sum(), is_end.sum().float()]).detach()
     if clips.config.text_loss:
-        text_nd, labels_n1 = labelled_text_states(hidden_bsd, batch)
+        text_nd, labels_n1 = labelled_text_states(hidden_rd, batch)
         weights_n1 = torch.full(labels_n1.shape, clips.config.text_loss, device=text_nd.device)
+        weights_n1 = weights_n1 * batch.get("text_label_weights", 1)
         text_sum, losses_n1 = codebook_loss(base_model(model).text_lm_head, text_nd, labels_n1, weights_n1)
         loss_sum = loss_sum + text_sum
-        parts["text"] = torch.stack([losses_n1.sum(), losses_n1.new_tensor(len(losses_n1))]).detach()
+        parts["text"] = torch.stack([losses_n1.sum(), torch.full_like(losses_n1.sum(), len(losses_n1))])
     return LossOutput(loss_sum, parts)
 
 
@@ -247,9 +261,16 @@ def check_start(model, clips: VoiceClips, limit: float, device: torch.device) ->
 
 
 def evaluate(
-    model, clips: VoiceClips | None, run: runs.Run, ema: engine.Ema, step: int, sharded: bool, decoders: list
+    model,
+    clips: VoiceClips | None,
+    run: runs.Run,
+    ema: engine.Ema,
+    step: int,
+    sharded: bool,
+    decoders: list,
+    scores: SampleScores,
 ) -> float | None:
-    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint.
+    """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now.
 
     `sharded`: under ZeRO-3 every rank must generate. The processes that decode samples are appended to `decoders`.
     """
@@ -263,6 +284,7 @@ def evaluate(
             sample_metrics, started = sample(model, clips, run.folder, step, run.process, sharded)
             metrics |= sample_metrics
             decoders += started
+            scores.expect(step, evaluated=True)
     base = run.first_eval() if step else metrics
     run.tracker.event("eval", step, **metrics)
     change = {name: metrics[name] - base[name] for name in metrics if name in base}
@@ -272,22 +294,34 @@ def evaluate(
     if metrics.get("gap", 1) <= 0:
         say("warning: the loss is as low with another speaker's reference: the voice prompt is ignored")
 
-    # The score is the loss. A checkpoint that stops less often, follows the voice less or is less intelligible than the
-    # base has none, so it is never the best. Few samples make these metrics noisy, hence the tolerance.
+    # What listeners measure comes later, when the samples of this step have been scored.
+    return None if scores.decide else score_of(metrics | {"step": step}, base, run.config)
+
+
+def score_of(metrics: dict, base: dict, config: Config) -> float | None:
+    """The score, of which the lowest makes the best checkpoint. `metrics`: of its evaluation and its samples, `base`:
+    those before training."""
+    # A checkpoint that stops less often, follows the voice less or is less intelligible than the base has none, so it
+    # is never the best. Few samples make these metrics noisy, hence the tolerance.
+    names = ("stop_rate", "gap", "similarity", "wer")
+    change = {name: metrics[name] - base[name] for name in names if name in metrics and name in base}
     worse = [name for name in ("stop_rate", "gap", "similarity") if change.get(name, 0) < -0.05]
     worse += ["wer"] if change.get("wer", 0) > 0.05 else []
-    if worse and not run.config.promote_worse:
-        say(f"warning: step {step} cannot be the best: worse than the base in {', '.join(worse)} (--promote-worse)")
+    if worse and not config.promote_worse:
+        say(f"warning: step {metrics['step']} cannot be the best: worse than the base in {', '.join(worse)}"
+            " (--promote-worse)")  # fmt: skip
         return None
-    return metrics["loss"]
+    return best_score(metrics, config.best_by)
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, checkpoint: dict, process: Process) -> None:
+def export(
+    ds_engine, ema: engine.Ema, config: Config, folder: Path, codec: dict, checkpoint: dict, process: Process
+) -> None:
     """Writes the adapter (LoRA presets) or the whole model, with fp32 master (or EMA) weights, as plain PEFT or
-    transformers loads it. `checkpoint`: its step and score.
+    transformers loads it. `codec`: of the training data; `checkpoint`: its step and score.
 
     Every rank must call it: ZeRO-3 gathers the weights here.
     """
@@ -298,10 +332,10 @@ def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, checkpoint:
         return
     training = dataclasses.asdict(config) | {"recipe": "higgs_clone", "checkpoint": checkpoint}
     if is_full:
-        write_model(folder / "export", model, weights, config.model, config.revision, config.codec_name, training)
+        write_model(folder, model, weights, config.model, config.revision, config.codec_name, training, codec)
     else:
-        files = {"training_config.json": training}
-        lora.write_adapter(model, weights, folder / "export", config.model, files, config.revision or None)
+        files = {"training_config.json": training, "codec.json": codec}
+        lora.write_adapter(model, weights, folder, config.model, files, config.revision or None)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -319,23 +353,31 @@ def train(config: Config, process: Process, ds: dict):
         )
 
     # model and data
-    model = build_model(config, ds)
+    hub.fetch(config.model, process, config.revision, weights=not config.world)
+    with memory.unallocated(config):
+        model = build_model(config, ds)
     tokenizer = load_tokenizer(config.model, config.revision)
-    layout, chat = layout_of(base_model(model).config, tokenizer), Chat(tokenizer, config.normalise_text)
+    layout = layout_of(base_model(model).config, tokenizer)
+    chat = Chat(tokenizer, config.normalise_text, config.voices_in)
     clips = build_data(config.data, layout, chat, config, process, train=True)
-    eval_clips = build_data(config.eval_data, layout, chat, config, process, train=False)
-    on_main(lambda: check_codec(clips.tokens, config.model, config.revision), process)
+    eval_clips = build_data(config.eval_source, layout, chat, config, process, train=False)
+    check_holdout([clips], eval_clips, config, process)
+    codec = codec_identity(clips.tokens.info)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     micro_batches_per_step = process.world * config.accumulation
     steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
     say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
         " micro-batches")  # fmt: skip
+    loss_fn = functools.partial(compute_loss, clips=clips)
+    if config.world:
+        return memory.predict_on_paper(model, config, loss_fn, clips.batch(plan.longest()))
 
     # optimizer and engine
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("lora_", "embed", "norm"))
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
     predicted = memory.report_prediction(model, optimizer, ds, config, process)
-    loss_fn = functools.partial(compute_loss, clips=clips)
+    if config.compile:
+        base_model(model).model.run_layer = compiling.compiled(run_layer, ds)
     ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
     ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
@@ -347,13 +389,16 @@ def train(config: Config, process: Process, ds: dict):
     # fresh start or resume
     commit = getattr(base_model(model).config, "_commit_hash", None)  # on the hub; None for a local folder
     fingerprint = clips.fingerprint() | {"model_commit": commit, "optimizer": optim.describe_optimizer(optimizer)}
-    run = runs.Run("higgs_clone", config, ds, process, fingerprint, steps)
+    run = runs.Run("higgs_clone", config, ds, process, fingerprint, steps, codec)
     sharded, decoders = stage_of(ds) == 3, []
+    scores = SampleScores(run, eval_clips, ("reference",), score_of, decide=True)
     if run.checkpoint:
         run.load(ds_engine, ema)
     else:
         check_start(model, eval_clips or clips, config.max_start_loss, process.device)
-        evaluate(model, eval_clips, run, ema, 0, sharded, decoders)  # the base, which later ones are compared with
+        evaluate(
+            model, eval_clips, run, ema, 0, sharded, decoders, scores
+        )  # the base, which later ones are compared with
     gradient_check = GradientCheck(active=not run.checkpoint)
     if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
         run.stop(run.start_step)
@@ -365,6 +410,13 @@ def train(config: Config, process: Process, ds: dict):
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
+    norm_groups = {
+        "attn": "self_attn",
+        "audio": "audio_mlp",
+        "text": r"\.mlp\.",
+        "head": "lm_head",
+        "embedding": "embed",
+    }
     model.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -386,7 +438,8 @@ def train(config: Config, process: Process, ds: dict):
         gradient_check.before_step(ds_engine)
         lr = optim.learning_rate(step, steps, config)
         optim.set_learning_rate(ds_engine, lr)
-        applied, grad_norm = engine.take_step(ds_engine)
+        meter.add_norms(engine.squared_norms(ds_engine, norm_groups, process.world))
+        applied, grad_norm = engine.take_step(ds_engine, run.max_norm())
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -394,18 +447,19 @@ def train(config: Config, process: Process, ds: dict):
         if applied:
             gradient_check.after_step(ds_engine)
             ema.update(step)
-            positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)
+            positions = sum(clips.positions(rows, epoch) for epoch, rows in rows_of_step)
             epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
         else:
-            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
+            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step], grad_norm)
 
         score, is_best = None, False
         evaluates = last or is_due(config.eval_every, done)
         if evaluates:
-            score = evaluate(model, eval_clips, run, ema, done, sharded, decoders)
+            scores.collect()  # of earlier samples
+            score = evaluate(model, eval_clips, run, ema, done, sharded, decoders, scores)
             is_best = run.is_best(done, score)
-        if last or totals.stop or is_best or is_due(config.save_every, done):
+        if last or totals.stop or is_best or run.unscored == done or is_due(config.save_every, done):
             run.save(ds_engine, ema, done, score)
         if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
@@ -415,11 +469,14 @@ def train(config: Config, process: Process, ds: dict):
                 sample_metrics, started = sample(model, eval_clips, run.folder, done, process, sharded)
             decoders += started
             run.tracker.event("sample", done, **sample_metrics)
+            scores.expect(done, evaluated=False)
 
     # finish
+    scores.collect(last=True)
     if config.export:
         checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder, checkpoint, process)
+        export(ds_engine, ema, config, run.folder / "export", codec, checkpoint, process)
+        export_check.require_same(run, ema, probe, model, eval_clips or clips)
     samples.wait_for(decoders)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
@@ -429,7 +486,9 @@ def train(config: Config, process: Process, ds: dict):
 
 
 def main(config: Config) -> None:
-    train(config, init_process(), resolve_ds(config.ds, config, world_size()))
+    process = init_process()
+    config = fit(config, train, process)
+    train(config, process, resolve_ds(config.ds, config, process.world))
 
 
 if __name__ == "__main__":

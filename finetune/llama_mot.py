@@ -12,23 +12,26 @@ minute; the second line needs no DeepSpeed (one CPU, Apple or NVIDIA GPU):
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.config import RunConfig, UserError, flag, parse_args
+from common import attention, compiling
+from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import catch_signals, forbid_codec_imports, world_size
+from common.runtime import catch_signals, forbid_codec_imports
+from common.sample_scores import MusicFlags, SampleScores, best_score
 
 # ---- flags -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Config(RunConfig):
+class Config(MusicFlags):
     deepspeed: bool = flag(
         True, "--no-deepspeed: one process without DeepSpeed, fp32, on CPU, CUDA or Apple GPU", group="run"
     )
+    attn: attention.Attention = flag("auto", attention.HELP, group="run", may_change=True)
+    compile: bool = flag(False, compiling.HELP, group="run", may_change=True)
     min_coverage: float = flag(
         0.9,
         "refuse a dataset that holds less than this fraction of its source's clips",
@@ -54,6 +57,8 @@ class Config(RunConfig):
     train_parts: list[str] = flag(
         ["all"], "parts to train: embed head proj expert gain norm attn, or all, or proj_only (= proj head)"
     )
+    quantize: Literal["none", "8bit", "4bit"] = flag("none", "load the frozen Llama in 8 or 4 bits (bitsandbytes)")
+    codec_rows: bool = flag(False, "initial embeddings of the codes are as far apart as the codec's own code vectors")
     adapter: str = flag("", "adapter to start from: exported folder, or a .pt of the first MoT trainer; empty = none")
 
     ids: Literal["offset", "shared"] = flag("offset", "separate ids per codebook, or the same for all (legacy)")
@@ -68,6 +73,9 @@ class Config(RunConfig):
         "error", "captions longer than --max-text; the legacy profile always cuts"
     )
     allow_empty_text: bool = flag(False, "train on clips that have no caption")
+    aspect_captions: float = flag(
+        0.0, "fraction of samples captioned with MusicCaps' aspect_list in random order instead", low=0, high=1
+    )
     text_dropout: float = flag(
         0.1, "fraction of samples trained without caption, which classifier-free guidance needs", low=0, high=1
     )
@@ -122,24 +130,39 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import torch
 
-from common import engine, memory, optim, runs, samples, single_process
+from common import engine, export_check, hub, lora, memory, optim, runs, samples, single_process
+from common.codec import codec_identity
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
+from common.fit import fit
 from common.gradient_check import GradientCheck, refuse_state
+from common.holdout import check_holdout
 from common.metrics import Meter, is_due
 from common.plan import Plan
 from common.report import write_report
 from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
-from common.tokens import TokenDataset
-from models.mot.build import Donor, build_mot, calibrate, choose_parts, expert_of, is_copied, load_llama
+from common.tokens import open_tokens
+from models.mot.build import (
+    PARTS,
+    Donor,
+    build_mot,
+    calibrate,
+    choose_parts,
+    codec_rows,
+    expert_of,
+    is_copied,
+    load_llama,
+)
 from models.mot.data import Clips, Tokenizer, check_coverage
-from models.mot.evaluate import baselines, llama_text_logits, token_metrics
+from models.mot.evaluate import baselines, llama_text_logits, probe, token_metrics
 from models.mot.generate import sample
 from models.mot.layout import Layout
-from models.mot.network import MoTLlama
+from models.mot.legacy_codes import token_folder
+from models.mot.network import MoTLlama, Route, run_layer
 from models.mot.weights import (
     adapter_weights,
     base_fingerprint,
+    check_codec,
     describe,
     fill_adapter,
     fill_legacy,
@@ -156,13 +179,18 @@ def build_model(config: Config, ds: dict) -> MoTLlama:
         raise UserError("--profile legacy needs --ids shared.")
     if config.layout == "delay" and (config.ids == "shared" or config.loss_vocab == "all"):
         raise UserError("--layout delay predicts 4 codes at once: it needs --ids offset and --loss-vocab audio.")
+    if stage_of(ds) == 3 and config.quantize != "none":
+        raise UserError(f"--quantize {config.quantize} needs ZeRO-2: a quantised Llama cannot be sharded.")
     if config.samples and config.guidance != 1 and not config.text_dropout:
         raise UserError("--guidance needs music trained without a caption: set --text-dropout above 0 or --guidance 1.")
     if config.deepspeed:
         engine.build_sharded(ds)
-    llama = load_llama(config.model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    quantization = lora.quantization_config(config.quantize, dtype, keep=["lm_head"])
+    llama = load_llama(config.model, dtype, attention.choose_attention(config.attn, config.precision), quantization)
     donor = Donor(config.musicgen) if config.musicgen else None
-    expert = expert_of(config.experts, config.expert_gain, llama.config, donor)
+    legacy = config.adapter.endswith(".pt")
+    expert = expert_of(config.experts, config.expert_gain, llama.config, donor, legacy)
     layout = Layout(llama.config.vocab_size, ids=config.ids, order=config.layout)
     full_vocab = config.loss_vocab == "all"
     model = build_mot(llama, layout, expert, config.untie, full_vocab, donor, config.seed, ds)
@@ -172,15 +200,22 @@ def build_model(config: Config, ds: dict) -> MoTLlama:
 
 
 def init_adapter(model: MoTLlama, config: Config, clips: Clips) -> None:
-    """Calibrates the gains of the experts on a clip, or loads the weights of an earlier adapter."""
-    calibrate(model, clips.batch([0]), zero=config.expert_gain_start == "zero")
-    if config.adapter.endswith(".pt"):
-        fill_legacy(model, Path(config.adapter))
-    elif config.adapter:
+    """Loads the weights of an earlier adapter; calibrates the gains of the experts on a clip if it has none."""
+    if config.adapter and config.codec_rows:
+        raise UserError("--codec-rows is for a fresh start: the embeddings come from --adapter.")
+    if config.adapter and not config.adapter.endswith(".pt"):
         description = read_description(Path(config.adapter))
         if description["base_fingerprint"] != base_fingerprint(model.llama):
             raise UserError(f"--adapter {config.adapter} was trained on another Llama than --model {config.model}.")
         fill_adapter(model, Path(config.adapter))
+        sources = tuple(description["expert"]["layer_map"])  # all experts were just replaced by that adapter's
+        model.expert = dataclasses.replace(model.expert, layer_map=sources)
+        return
+    if config.adapter:
+        fill_legacy(model, Path(config.adapter))
+    if config.codec_rows:
+        codec_rows(model, clips.tokens.info, config.seed)
+    calibrate(model, clips.batch([0]), zero=config.expert_gain_start == "zero")
 
 
 # ---- data ------------------------------------------------------------------------------------------------------
@@ -192,11 +227,11 @@ def build_data(
     """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
     if not path:
         return None
-    tokens = TokenDataset(path)
+    tokens = open_tokens(token_folder(path, process), process)
+    check_codec(tokens, config.adapter, process)
     if train:
         check_coverage(tokens, config.min_coverage)
-    on_main(tokens.verify, process)
-    clips = Clips(tokens, model.layout, tokenizer, config, train)
+    clips = Clips(tokens, model.layout, tokenizer, config, train, process)
     if not len(clips):
         raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
     return clips
@@ -205,16 +240,19 @@ def build_data(
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def compute_loss(model: MoTLlama, batch: dict, clips: Clips) -> LossOutput:
+def compute_loss(model: MoTLlama, batch: dict) -> LossOutput:
     """Weighted cross-entropy of the next code in every codebook, SUMMED over targets: the step divides it later.
 
     B clips, L positions, H width, C codebooks. To add a term, add its weighted sum over targets to loss_sum, and a
     (sum, count) pair to the parts to see it in the log.
     """
-    hidden_blh = model(batch["input_ids"], batch["codebooks"], batch["mask"])
-    weights_c = torch.as_tensor(clips.codebook_weights, dtype=torch.float32, device=hidden_blh.device)
-    # Only the head knows which of its rows are the classes of a codebook; it skips positions without a label.
-    loss_sum, sums_2c = model.head(hidden_blh.flatten(0, 1), batch["labels"].flatten(0, 1), weights_c)
+    route = Route(batch["order"], batch["kind_counts"], batch["back"])
+    hidden_blh = model(batch["input_ids"], batch["codebooks"], route=route)
+    targets = batch["targets"].split(batch["target_counts"])  # positions with a label, for each codebook
+    labels_nc = batch["labels"].flatten(0, 1)
+    # Only the head knows which of its rows are the classes of a codebook.
+    weights = batch["codebook_weights"], batch.get("position_weights")
+    loss_sum, sums_2c = model.head(hidden_blh.flatten(0, 1), labels_nc, targets, *weights)
     return LossOutput(loss_sum, {f"channel_{c}": sums_2c[:, c].detach() for c in range(sums_2c.shape[1])})
 
 
@@ -237,7 +275,7 @@ def check_first_loss(loss: float, model: MoTLlama, config: Config) -> None:
 def evaluate(
     model: MoTLlama, clips: Clips | None, text_reference: list, run: runs.Run, ema: engine.Ema, step: int
 ) -> float | None:
-    """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
+    """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now."""
     if not clips:
         return None
     with ema.applied():
@@ -247,8 +285,14 @@ def evaluate(
         f" kbps  caption gain {metrics['caption_gain']:.4f}  text drift {metrics['text_drift']:g}")  # fmt: skip
     if metrics["text_drift"]:
         say("warning: text logits differ from those of the original Llama")
-    # The score is the unweighted loss per code, with each clip's own caption.
-    return metrics["loss"]
+    # Other scores than the loss come later, when the samples of this step have been scored.
+    return score_of(metrics, {}, clips.config) if clips.config.best_by == "loss" else None
+
+
+def score_of(metrics: dict, base: dict, config: Config) -> float | None:
+    """The score, of which the lowest makes the best checkpoint: the unweighted loss per code, with each clip's own
+    caption, or what --best-by names. `metrics`: of its evaluation and its samples, `base`: those before training."""
+    return best_score(metrics, config.best_by)
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
@@ -263,10 +307,12 @@ def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, clips: Clip
     with ema.applied():
         weights = adapter_weights(ds_engine, keep=process.is_main)
     fingerprint = base_fingerprint(model.llama)
-    training = {name: getattr(config, name) for name in ("train_parts", "text_dropout", "profile", "precision")}
+    training = {
+        name: getattr(config, name) for name in ("train_parts", "text_dropout", "profile", "precision", "quantize")
+    }
     description = describe(model, config.model, fingerprint, clips.tokens.info, training | clips.limits)
     description |= {"recipe": "llama_mot", "checkpoint": checkpoint}
-    on_main(lambda: write_adapter(folder / "export", weights, description), process)
+    on_main(lambda: write_adapter(folder, weights, description), process)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -285,15 +331,22 @@ def train(config: Config, process: Process, ds: dict):
         )
 
     # model and data
-    model = build_model(config, ds)
+    hub.fetch(config.model, process, weights=not config.world)
+    hub.fetch(config.musicgen, process, weights=not config.world)
+    with memory.unallocated(config):
+        model = build_model(config, ds)
     tokenizer = Tokenizer(config.model)
     clips = build_data(config.data, model, tokenizer, config, process, train=True)
-    eval_clips = build_data(config.eval_data, model, tokenizer, config, process, train=False)
+    eval_clips = build_data(config.eval_source, model, tokenizer, config, process, train=False)
+    check_holdout([clips], eval_clips, config, process)
+    codec = codec_identity(clips.tokens.info)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     micro_batches_per_step = process.world * config.accumulation
     steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
     say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
         " micro-batches")  # fmt: skip
+    if config.world:
+        return memory.predict_on_paper(model, config, compute_loss, clips.batch(plan.longest()))
     init_adapter(model, config, clips)
 
     # optimizer and engine
@@ -303,11 +356,12 @@ def train(config: Config, process: Process, ds: dict):
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed",), lr_scale=lr_scale)
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
     predicted = memory.report_prediction(model, optimizer, ds, config, process)
-    loss_fn = functools.partial(compute_loss, clips=clips)
+    if config.compile:
+        model.run_layer = compiling.compiled(run_layer, ds)
     if config.deepspeed:
-        ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+        ds_engine = engine.start_engine(model, compute_loss, optimizer, ds)
     else:
-        ds_engine = single_process.start_engine(model, loss_fn, optimizer, config, process)
+        ds_engine = single_process.start_engine(model, compute_loss, optimizer, config, process)
     assert model.llama.model.rotary_emb.inv_freq.dtype == torch.float32, "bf16 angles are wrong by radians"
     ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
@@ -318,7 +372,8 @@ def train(config: Config, process: Process, ds: dict):
 
     # fresh start or resume
     fingerprint = clips.fingerprint() | {"optimizer": optim.describe_optimizer(optimizer)}
-    run = runs.Run("llama_mot", config, ds, process, fingerprint, steps)
+    run = runs.Run("llama_mot", config, ds, process, fingerprint, steps, codec)
+    scores = SampleScores(run, eval_clips, (), score_of, decide=config.best_by != "loss")
     text_reference = llama_text_logits(model, eval_clips, process.device) if eval_clips else []
     if run.checkpoint:
         run.load(ds_engine, ema)
@@ -359,7 +414,8 @@ def train(config: Config, process: Process, ds: dict):
         gradient_check.before_step(ds_engine)
         lr = optim.learning_rate(step, steps, config)
         optim.set_learning_rate(ds_engine, lr)
-        applied, grad_norm = engine.take_step(ds_engine)
+        meter.add_norms(engine.squared_norms(ds_engine, PARTS, process.world))
+        applied, grad_norm = engine.take_step(ds_engine, run.max_norm())
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -374,25 +430,30 @@ def train(config: Config, process: Process, ds: dict):
                 check_first_loss(totals.loss_sum / step_weight, model, config)
                 refuse_state(model)
         else:
-            run.skip(done, meter, [name for _, rows in rows_of_step for name in clips.ids(rows)])
+            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step], grad_norm)
 
-        score, is_best = None, False
-        if last or is_due(config.eval_every, done):
+        score, is_best, evaluates = None, False, last or is_due(config.eval_every, done)
+        if evaluates:
+            scores.collect()  # of earlier samples
             score = evaluate(model, eval_clips, text_reference, run, ema, done)
             is_best = run.is_best(done, score)
-        if last or totals.stop or is_best or is_due(config.save_every, done):
-            run.save(ds_engine, ema, done, score)
-        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
-            run.stop(done)
-        if eval_clips and config.samples and (last or is_due(config.sample_every, done)):
+        speaks = last or is_due(config.sample_every, done) or (evaluates and scores.decide)
+        if eval_clips and config.samples and speaks and (last or not totals.stop):
             with ema.applied():
                 decoders += sample(model, eval_clips, run.folder, done, process, stage_of(ds) == 3)
             run.tracker.event("sample", done)
+            scores.expect(done, evaluates)
+        if last or totals.stop or is_best or run.unscored == done or is_due(config.save_every, done):
+            run.save(ds_engine, ema, done, score)
+        if totals.stop and not last:  # all ranks agree on it, because totals are reduced
+            run.stop(done)
 
     # finish
+    scores.collect(last=True)
     if config.export:
         checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder, clips, checkpoint, process)
+        export(ds_engine, ema, config, run.folder / "export", clips, checkpoint, process)
+        export_check.require_same(run, ema, probe, model, eval_clips or clips)
     samples.wait_for(decoders)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
@@ -402,10 +463,9 @@ def train(config: Config, process: Process, ds: dict):
 
 
 def main(config: Config) -> None:
-    if config.deepspeed:
-        train(config, init_process(), resolve_ds(config.ds, config, world_size()))
-    else:
-        train(config, single_process.one_process(config), single_process.DS)
+    process = init_process() if config.deepspeed else single_process.one_process(config)
+    config = fit(config, train, process)
+    train(config, process, resolve_ds(config.ds, config, process.world) if config.deepspeed else single_process.DS)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import os
 import threading
+import time
 
 import pytest
 
@@ -11,6 +12,8 @@ os.environ.update(support.CPU)
 # ---- quick and long --------------------------------------------------------------------------------------------
 # ./launch.sh test runs the quick tests, ./launch.sh test --long all others. A test that starts ranks is long unless it
 # is marked quick; any other test is quick unless it is marked long. Tests named on the command line always run.
+#
+# launch.sh starts two workers (pytest-xdist), each of which runs whole files: their fixtures are made once.
 
 REMINDER_SECONDS = 60
 
@@ -19,9 +22,13 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run the long tests instead of the quick ones")
 
 
+def starts_ranks(item) -> bool:
+    return any(mark.name in ("distributed", "fault") for mark in item.iter_markers())
+
+
 def is_long(item) -> bool:
     marks = {mark.name for mark in item.iter_markers()}
-    return "long" in marks or (bool(marks & {"distributed", "fault"}) and "quick" not in marks)
+    return "long" in marks or (starts_ranks(item) and "quick" not in marks)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -31,41 +38,89 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if is_long(item) == config.getoption("--long")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     config.deselected_long = 0 if config.getoption("--long") else len(items) - len(chosen)
-    items[:] = chosen
+    # Those with ranks take longest: in the other order one worker would be left with them at the end.
+    items[:] = sorted(chosen, key=lambda item: not starts_ranks(item))
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workerinput"):
+        session.config.workeroutput["deselected_long"] = session.config.deselected_long
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.deselected_long = getattr(node, "workeroutput", {}).get("deselected_long", 0)  # none after a crash
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter, config):
     """The last lines: what was not run, why, and how to run it."""
+    yield
     reasons = {}
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "skipped"
         reasons[reason] = reasons.get(reason, 0) + 1
     for reason, count in reasons.items():
         terminalreporter.write_line(f"skipped {count}: {reason}")
-    if config.deselected_long:
+    if getattr(config, "deselected_long", 0):
         terminalreporter.write_line(f"{config.deselected_long} long tests were not run: ./launch.sh test --long")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Says which test is still running when one takes long."""
-    writer, done = item.config.pluginmanager.get_plugin("terminalreporter"), threading.Event()
+# ---- signs of life ---------------------------------------------------------------------------------------------
 
-    def remind():
-        seconds = 0
-        while not done.wait(REMINDER_SECONDS):
-            seconds += REMINDER_SECONDS
-            writer.write_line(f"  ... {seconds} s in {item.nodeid}")
+RUNNING = {}  # the tests that run now, and since when
 
-    reminder = threading.Thread(target=remind, daemon=True)
-    reminder.start()
-    try:
-        return (yield)
-    finally:
-        done.set()
+
+def pytest_runtest_logstart(nodeid):
+    RUNNING[nodeid] = time.monotonic()
+
+
+def pytest_runtest_logfinish(nodeid):
+    RUNNING.pop(nodeid, None)
+
+
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        threading.Thread(target=remind, args=(session.config,), daemon=True).start()
+
+
+def remind(config) -> None:
+    """Says which tests are still running when one takes long."""
+    while True:
+        time.sleep(REMINDER_SECONDS)
+        for nodeid, began in list(RUNNING.items()):
+            if (seconds := time.monotonic() - began) >= REMINDER_SECONDS:
+                config.pluginmanager.get_plugin("terminalreporter").write_line(f"  ... {seconds:.0f} s in {nodeid}")
 
 
 # ---- fixtures --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Chance weights are the same whatever ran before, and in whichever worker."""
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_environment():
+    """What a module's tests and fixtures exported (a rank, "load weights only") does not reach the next module."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def no_export_check(monkeypatch):
+    """A run that a test trains in its own process does not start another one; test_export_check.py undoes this."""
+    from common import export_check
+
+    monkeypatch.setattr(export_check, "require_same", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

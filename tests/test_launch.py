@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import soundfile
-from safetensors.torch import load_file
 
 import dia_lora
 from common.config import UserError
 from helpers import support
-from infer import dia_convert, dispatch
+from infer import dispatch
 
 LAUNCH = support.ROOT / "launch.sh"
 VENV = str(Path(support.PYTHON).parent.parent)
@@ -68,7 +67,7 @@ def test_help_is_the_header_comment():
     for word in ("help", "--help"):
         done = launch(word)
         assert done.returncode == 0 and done.stdout.startswith("The one command for everything")
-        assert all(f"./launch.sh {command}" in done.stdout for command in (*dispatch.SCRIPTS, "report"))
+        assert all(f"./launch.sh {command}" in done.stdout for command in (*dispatch.SCRIPTS, "report", "inspect"))
         assert done.stdout.rstrip().endswith("anything else is a failure.")
 
 
@@ -101,6 +100,52 @@ def test_a_failed_set_up_does_not_count_as_ready(tmp_path):
         done = subprocess.run([tmp_path / "launch.sh", "setup"], env=environment, capture_output=True, text=True)
         assert done.returncode != 0 and "ready:" not in done.stdout
     assert not list((tmp_path / ".venv").glob(".ready-*"))
+
+
+TOOLS = "bash cut dirname du env flock grep ls mkdir mktemp rm sed sha256sum sleep touch python3.11"
+
+
+def set_up_with(tools: dict[str, str], folder: Path, requirements: str) -> subprocess.CompletedProcess:
+    """`launch.sh setup` where only TOOLS and these scripts can be found."""
+    shutil.copy(LAUNCH, folder)
+    (folder / "requirements.txt").write_text(requirements)
+    (folder / "bin").mkdir()
+    for tool in set(TOOLS.split()) - set(tools):
+        (folder / "bin" / tool).symlink_to(shutil.which(tool))
+    for tool, script in tools.items():
+        (folder / "bin" / tool).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / "bin" / tool).chmod(0o755)
+    environment = {"PATH": str(folder / "bin"), "HOME": str(folder)}
+    return subprocess.run([folder / "launch.sh", "setup"], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_without_a_compiler_set_up_leaves_out_pesq_and_says_so(tmp_path):
+    done = set_up_with({}, tmp_path, "pesq==0.0.4\n")
+    assert done.returncode == 0, done.stderr
+    assert "pesq needs a C compiler" in done.stderr and "build-essential" in done.stderr
+
+
+def test_set_up_uses_uv_where_it_is_installed(tmp_path):
+    done = set_up_with({"cc": "", "uv": 'echo "$@" >> "$HOME/uv.log"'}, tmp_path, "./no-such-package\n")
+    assert done.returncode == 0, done.stderr  # pip would have refused
+    assert (tmp_path / "uv.log").read_text().endswith(f"-r {tmp_path}/requirements.txt\n")
+
+
+def test_if_uv_fails_pip_installs_and_what_was_installed_stays(tmp_path):
+    done = set_up_with({"cc": "", "uv": "exit 1"}, tmp_path, "./no-such-package\n")
+    assert done.returncode == 2 and "the same command tries again" in done.stderr
+    installed = tmp_path / ".venv" / "installed-before-the-interruption"
+    installed.touch()
+    (tmp_path / "requirements.txt").write_text("# nothing\n")
+    environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+    subprocess.run([tmp_path / "launch.sh", "setup"], env=environment, check=True, capture_output=True)
+    assert installed.exists()
+
+
+def test_another_python_is_refused_in_one_sentence(tmp_path):
+    done = set_up_with({"python3.11": "exit 1", "python3": "exit 1"}, tmp_path, "# nothing\n")
+    assert done.returncode == 2 and "Python 3.11, 3.12 or 3.13 is needed" in done.stderr
+    assert "setting up" not in done.stdout
 
 
 @pytest.mark.distributed
@@ -304,23 +349,9 @@ def test_help_of_a_verb_is_the_help_of_the_scripts_behind_it(tmp_path):
     done = launch("speak", "--run", run, "--help")
     assert done.returncode == 0 and "--temperature" in done.stdout
     done = launch("convert", "--help")
-    assert done.returncode == 0 and "native" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("scores", "best"),
-    [
-        ([0.5, 0.3, None], 2),
-        ([None, None], 2),
-        ([float("nan"), 0.7, 0.9], 2),
-    ],
-)
-def test_the_best_checkpoint_has_the_lowest_score_or_is_the_newest(tmp_path, scores, best):
-    run = make_run(tmp_path / "run", "dia_full")
-    entries = [{"name": f"step-{i:08d}", "step": i, "score": score} for i, score in enumerate(scores, start=1)]
-    (run / "checkpoints").mkdir()
-    (run / "checkpoints" / "index.json").write_text(json.dumps({"checkpoints": entries}))
-    assert dia_convert.best_checkpoint(run) == run / "checkpoints" / f"step-{best:08d}"
+    assert done.returncode == 0 and "--step" in done.stdout
+    done = launch("convert", "native", "--help")
+    assert done.returncode == 0 and "dia_convert.py native" in done.stdout
 
 
 def test_converting_a_run_without_checkpoints_is_one_sentence(tmp_path):
@@ -345,20 +376,3 @@ def test_a_trained_run_speaks_and_reports(demo_run, tmp_path):
     done = launch("report", run)
     assert done.returncode == 0 and done.stdout.strip() == f"{run}/report.html"
     assert (run / "report.html").stat().st_mtime_ns > before
-
-
-@pytest.mark.long
-def test_converting_a_run_gives_the_model_that_it_exported(demo, tmp_path):
-    words = ["--model", demo / "dia", "--data", demo / "tokens/train", "--eval-data", demo / "tokens/eval"]
-    words += "--precision fp32 --micro-tokens 600 --steps 4 --eval-every 2 --save-every 2 --samples 0".split()
-    codes, [output] = support.run_recipe(*words, "--out", tmp_path / "run", world=1, recipe="dia_full")
-    assert codes == [0], output[-3000:]
-    done = launch("convert", "--run", tmp_path / "run", "--out", tmp_path / "model")
-    assert done.returncode == 0, done.stdout
-    converted, exported = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", tmp_path / "run/export")
-    )
-    assert set(converted) == set(exported)
-    assert all(converted[name].equal(exported[name]) for name in exported)
-    again = launch("convert", "--run", tmp_path / "run", "--out", tmp_path / "model")
-    assert again.returncode == 2 and "exists already" in again.stdout

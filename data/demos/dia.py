@@ -67,7 +67,7 @@ def encode_split(folder: Path, final: Path, split: str, codec: str) -> None:
 
     tokens = folder / "tokens" / split
     clips = find_clips(folder / "audio" / f"{split}.jsonl", "jsonl")
-    encode_dataset(clips, tokens, codec=codec, weights=str(folder / "codec"))
+    encode_dataset(clips, tokens, codec=codec, weights=str(folder / "codec"), synthetic=True)
     # Replace the temporary folder by the final one.
     info = json.loads((tokens / "dataset.json").read_text())
     write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")})

@@ -36,7 +36,7 @@ SPECIAL = [
     "<|scene_desc_end|>",
 ]
 
-# Renders the same as the published template for a system turn, a scene, and turns of text or audio.
+# Renders the same as the published template for a system turn, a scene with voices, and turns of text or audio.
 CHAT_TEMPLATE = """
 {%- macro words(content) -%}
 {%- if content is string -%}{{ content | trim }}
@@ -53,7 +53,15 @@ CHAT_TEMPLATE = """
 {{- words(message.content) -}}
 {%- endif -%}
 {%- if message.role == 'system' and messages | length > 1 and messages[1].role == 'scene' -%}
-{{- '\n\n<|scene_desc_start|>\n' + words(messages[1].content) + '\n<|scene_desc_end|>' -}}
+{{- '\n\n<|scene_desc_start|>\n' -}}
+{%- for part in ([{'text': messages[1].content}] if messages[1].content is string else messages[1].content) -%}
+{%- if part.type == 'audio' -%}
+{{- ' <|audio_out_bos|><|AUDIO_OUT|><|audio_eos|>' -}}
+{%- else -%}
+{{- ('' if loop.first else '\n\n' if loop.index == 2 else '\n') + part.text | trim -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '\n<|scene_desc_end|>' -}}
 {%- endif -%}
 {{- '<|eot_id|>' -}}
 {%- endfor -%}
@@ -90,7 +98,13 @@ def write_corpus(folder: Path) -> None:
         lines = []
         for number, clip in enumerate(clips):
             reference = clips[(number + len(VOICES)) % count]
-            line = {"id": Path(clip["audio"]).stem, "target_audio": clip["audio"], "target_text": clip["text"]}
+            # Speakers and numbers are the same in both splits, but no evaluation clip may have a training clip's id.
+            prefix = "" if split == "train" else f"{split}-"
+            line = {
+                "id": prefix + Path(clip["audio"]).stem,
+                "target_audio": clip["audio"],
+                "target_text": clip["text"],
+            }
             line |= {"ref_audio": reference["audio"], "ref_text": reference["text"]}
             lines.append(line | {"speaker": clip["speaker"], "split": split})
         write_jsonl(folder / f"{split}.jsonl", lines)

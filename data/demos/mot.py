@@ -51,7 +51,7 @@ def build_parts(folder: Path, final: Path) -> None:
     from lib.sources import find_clips
 
     clips = find_clips(folder / "audio" / "musiccaps.csv", "musiccaps")
-    encode_dataset(clips, folder / "tokens", codec="encodec", weights=str(folder / "codec"))
+    encode_dataset(clips, folder / "tokens", codec="encodec", weights=str(folder / "codec"), synthetic=True)
     info = json.loads((folder / "tokens" / "dataset.json").read_text())
     write_json(folder / "tokens" / "dataset.json", info | {"weights": str(final / "codec")})
     (folder / "tokens" / "sources.jsonl").unlink()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,11 +155,13 @@ def load_codec(path: Path, device: str = "cpu") -> Codec:
 
     @torch.inference_mode()
     def encode_on_device(wave):
-        return encode(wave.to(device)).cpu()
+        with full_fp32():
+            return encode(wave.to(device)).cpu()
 
     @torch.inference_mode()
     def decode_on_device(codes):
-        return decode(codes.to(device)).cpu()
+        with full_fp32():
+            return decode(codes.to(device)).cpu()
 
     return Codec(
         name=kind,
@@ -167,6 +170,19 @@ def load_codec(path: Path, device: str = "cpu") -> Codec:
         encode=encode_on_device,
         decode=decode_on_device,
     )
+
+
+@contextmanager
+def full_fp32():
+    """Inside, convolutions on a GPU are fp32: torch's default is TF32 for them, whose fewer digits change codes."""
+    import torch
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def load_dac(path: Path):

@@ -10,10 +10,12 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+from lib.clips import Clip
 from lib.errors import UserError
 from lib.resume import Job, source_key
-from lib.sources import Clip, content_stamp, read_content
+from lib.sources import content_stamp, read_content
 
+NARROW = 0.4  # of the codec's highest frequency: sound that ends below it was recorded at a lower rate
 CLIPS_PER_TASK = 16  # clips handed to a worker at once: neighbours often share a recording
 
 Todo = list[tuple[Clip, str | None]]  # clips, each with the source it had when it was last encoded (None: never)
@@ -87,6 +89,7 @@ def encode_clip(clip: Clip, last_source: str | None) -> dict:
         "codes": [],
         "frames": 0,
         "seconds": 0.0,
+        "narrow": 0.0,
         "reject": "",
         "unchanged": False,
     }
@@ -95,7 +98,7 @@ def encode_clip(clip: Clip, last_source: str | None) -> dict:
         result["source"] = source_key(clip, result["sha256"])
         if result["source"] == last_source:
             return result | {"unchanged": True}
-        codes, result["seconds"] = encode_content(clip, data, STATE["job"])
+        codes, result["seconds"], result["narrow"] = encode_content(clip, data, STATE["job"])
         return result | {"codes": codes.reshape(-1), "frames": len(codes)}
     except Reject as reason:
         return result | {"reject": str(reason)}
@@ -110,20 +113,25 @@ def read_recording(clip: Clip) -> tuple[bytes, str]:
 
 
 def encode_content(clip: Clip, data: bytes, job: Job):
-    """(T, C) int16 codes and the seconds of audio they stand for."""
-    from lib.waveform import prepare, read_codes, read_samples
+    """(T, C) int16 codes, the seconds of audio they stand for, and its bandwidth in Hz if that is far less than the
+    codec can hold, else 0."""
+    from lib.waveform import bandwidth, prepare, read_codes, read_samples, set_loudness
 
     if clip.coded:
         from lib.codec import PUBLISHED, describe
 
         format = describe(Path(job.path)) if job.path else PUBLISHED[job.codec]
         codes = read_codes(data, format["codebooks"], format["codebook_size"], job.stereo, clip.id)
-        return codes, len(codes) * format["hop"] / format["sample_rate"]
+        return codes, len(codes) * format["hop"] / format["sample_rate"], 0.0
     wave, rate = read_samples(data, clip.start, clip.end)
     codec = worker_codec()
     longest = min(job.max_seconds, codec.max_seconds)
     samples = prepare(wave, rate, codec.sample_rate, job.stereo, job.min_seconds, longest)
-    return encode_samples(codec, samples, job.stereo), wave.shape[1] / rate
+    if job.loudness is not None:
+        samples = set_loudness(samples, codec.sample_rate, job.loudness)
+    highest = bandwidth(wave, rate)
+    narrow = highest if highest < NARROW * codec.sample_rate / 2 else 0.0
+    return encode_samples(codec, samples, job.stereo), wave.shape[1] / rate, narrow
 
 
 def worker_codec():

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lib.sources import Clip, content_stamp
+from lib.clips import Clip, Skipped
+from lib.sources import content_stamp
 
 PART_COLUMNS = {"id": "string", "source": "string", "codes": "int16 list", "frames": "int32", "reject": "string"}
 
@@ -21,6 +23,7 @@ class Job:
     stereo: bool
     min_seconds: float
     max_seconds: float
+    loudness: float | None = None  # LUFS; None: as it is
 
     def settings(self) -> dict:
         return {
@@ -28,7 +31,7 @@ class Job:
             "min_seconds": self.min_seconds,
             "max_seconds": None if math.isinf(self.max_seconds) else self.max_seconds,
             "resampler": "torchaudio sinc_interp_hann",
-        }
+        } | ({} if self.loudness is None else {"loudness": self.loudness})
 
     def key(self) -> str:
         text = json.dumps([self.codec, self.weights_sha256, self.settings()], sort_keys=True)
@@ -130,18 +133,20 @@ def save_part(work: Path, name: str, results: list[dict], finished: Finished) ->
 # ---------------------------------------------------------------- is the dataset up to date
 
 
-def is_current(out: Path, clips: list[Clip], finished: Finished, job: Job) -> bool:
+def is_current(out: Path, clips: list[Clip], finished: Finished, job: Job, skipped: Sequence[Skipped]) -> bool:
     """Whether writing the dataset at `out` again would change nothing."""
     from lib import store
 
     info = store.read_dataset_json(out)
-    return bool(info) and info.get("key") == job.key() and info.get("clips") == clips_key(clips, finished)
+    return bool(info) and info.get("key") == job.key() and info.get("clips") == clips_key(clips, finished, skipped)
 
 
-def clips_key(clips: list[Clip], finished: Finished) -> str:
-    """A hash that changes with any clip, text, label or recording in the dataset."""
+def clips_key(clips: list[Clip], finished: Finished, skipped: Sequence[Skipped]) -> str:
+    """A hash that changes with any clip, text, label or recording in the dataset, and with what was skipped."""
     digest = hashlib.sha256()
     for clip in clips:
         fields = asdict(clip) | {"audio": None, "source": finished.clips[clip.id].source}
         digest.update(json.dumps(fields, sort_keys=True).encode())
+    for item in skipped:
+        digest.update(json.dumps(asdict(item), sort_keys=True).encode())
     return digest.hexdigest()[:16]

@@ -22,8 +22,10 @@ from lib.errors import UserError
 
 ROWS_PER_BATCH = 512
 BYTES_PER_FILE = 500_000_000
-LISTS = "int16 list"  # column type of codes and samples; the other types have their Arrow names
-ARROW_TYPES = {LISTS: pa.list_(pa.int16()), "string": pa.string(), "int32": pa.int32(), "float32": pa.float32()}
+# Column types: codes and samples, several texts; the other types have their Arrow names.
+LISTS, TEXTS = "int16 list", "string list"
+ARROW_TYPES = {LISTS: pa.list_(pa.int16()), TEXTS: pa.list_(pa.string())}
+ARROW_TYPES |= {"string": pa.string(), "int32": pa.int32(), "float32": pa.float32()}
 
 
 # ---------------------------------------------------------------- Arrow files
@@ -77,9 +79,8 @@ def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str], s
     """
     from datasets import DatasetInfo, Features, List, Value
 
-    features = Features(
-        {name: List(Value("int16")) if kind == LISTS else Value(kind) for name, kind in columns.items()}
-    )
+    kinds = {LISTS: List(Value("int16")), TEXTS: List(Value("string"))}
+    features = Features({name: kinds.get(kind) or Value(kind) for name, kind in columns.items()})
     folder.mkdir(parents=True)
     files = []
     batches = batched(rows, ROWS_PER_BATCH)
@@ -114,14 +115,39 @@ def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str], s
     return files
 
 
+def refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise UserError(f"--out {out.absolute()} already exists: choose another path or remove it")
+
+
+def write_derived(out: Path, info: dict, rows: Iterable[dict], columns: dict[str, str], settings: dict) -> None:
+    """Write a token dataset that was made from another one; `info`: dataset.json of that one."""
+    out = out.absolute()
+    work = out.with_name(out.name + ".work")
+    with clear_disk_errors(out), locked(work / "lock"):
+        shutil.rmtree(work / "dataset", ignore_errors=True)
+        files = write_dataset(work / "dataset", rows, columns, sums=("frames",))
+        # Without these two, encode.py does not mistake it for its own output.
+        info = {name: value for name, value in info.items() if name not in ("key", "clips")}
+        info |= {
+            "rows": sum(entry["rows"] for entry in files),
+            "frames": sum(entry["frames"] for entry in files),
+            "settings": info["settings"] | settings,
+            "files": files,
+        }
+        write_json(work / "dataset/dataset.json", info)
+        publish(work / "dataset", out)
+        shutil.rmtree(work)
+
+
 def read_rows(folder: Path, info: dict) -> Iterator[dict]:
-    """All rows of a dataset in order; list columns are NumPy views."""
+    """All rows of a dataset in order; lists of numbers are NumPy views."""
     for entry in info["files"]:
         for batch in read_arrow(folder / entry["name"]):
             columns = {}
             for name in batch.schema.names:
                 column = batch.column(name)
-                is_list = pa.types.is_list(column.type)
+                is_list = pa.types.is_list(column.type) and column.type.value_type == pa.int16()
                 columns[name] = [list_value(column, i) for i in range(len(batch))] if is_list else column.to_pylist()
             for values in zip(*columns.values(), strict=True):
                 yield dict(zip(columns, values, strict=True))
@@ -131,7 +157,11 @@ def arrow_columns(folder: Path, info: dict) -> dict[str, str]:
     """Column names and types of a dataset, as write_dataset() takes them."""
     schema = read_arrow(folder / info["files"][0]["name"])[0].schema
     names = {kind: name for name, kind in ARROW_TYPES.items()}
-    return {field.name: LISTS if pa.types.is_list(field.type) else names[field.type] for field in schema}
+    lists = {pa.int16(): LISTS, pa.string(): TEXTS}
+    return {
+        field.name: lists[field.type.value_type] if pa.types.is_list(field.type) else names[field.type]
+        for field in schema
+    }
 
 
 def batched(rows: Iterable[dict], size: int) -> Iterator[list[dict]]:

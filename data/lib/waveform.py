@@ -65,6 +65,32 @@ def prepare(wave: np.ndarray, rate: int, target_rate: int, stereo: bool, min_sec
     return torchaudio.functional.resample(torch.from_numpy(np.ascontiguousarray(wave)), rate, target_rate)
 
 
+def set_loudness(samples, rate: int, target: float):
+    """(channels, n) samples at `target` LUFS (ITU-R BS.1770), or as near to it as their peak of 1 allows."""
+    import torch
+    import torchaudio.functional
+
+    least = round(0.4 * rate)  # one block of the measurement; a shorter clip is measured with silence after it
+    heard = torch.nn.functional.pad(samples, (0, max(0, least - samples.shape[-1])))
+    loudness = float(torchaudio.functional.loudness(heard, rate))
+    if not np.isfinite(loudness):  # every block is below the gate
+        raise Reject("too quiet to measure its loudness")
+    return samples * min(10 ** ((target - loudness) / 20), 1 / float(samples.abs().max()))
+
+
+def bandwidth(wave: np.ndarray, rate: int) -> float:
+    """The highest frequency in Hz with sound in it. An upsampled or telephone recording has none far below rate / 2.
+
+    Its limit is 80 dB under the loudest frequency, on average over the clip: microphones and rooms are noisier than
+    that, the rounding of 16-bit samples and the stopband of a resampler are not.
+    """
+    size = 1024
+    mono = np.pad(wave.mean(axis=0), (0, max(0, size - wave.shape[1])))
+    windows = mono[: len(mono) // size * size].reshape(-1, size) * np.hanning(size)
+    power = np.square(np.abs(np.fft.rfft(windows))).mean(axis=0)
+    return float(np.flatnonzero(power > 1e-8 * power.max()).max(initial=0) * rate / size)
+
+
 def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool, name: str = "") -> np.ndarray:
     """(T, C) int16 codes from an .npy file of (C, T) or a .pt file of (T, C), as earlier trainers wrote them.
 
@@ -76,7 +102,10 @@ def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool, na
     while codes.ndim > 2 and codes.shape[0] == 1:  # a plain squeeze would also remove T = 1
         codes = codes[0]
     counts = (codebooks, 2 * codebooks)
-    if codes.ndim == 2 and data[:6] == b"\x93NUMPY":
+    if codes.ndim == 1 and len(codes) % codebooks == 0 and data[:6] == b"\x93NUMPY":
+        print(f"warning: {name} is flat, read frame by frame, {codebooks} codes each", flush=True)
+        codes = codes.reshape(-1, codebooks)
+    elif codes.ndim == 2 and data[:6] == b"\x93NUMPY":
         if codes.shape[0] in counts:
             codes = codes.T
         elif codes.shape[1] in counts:

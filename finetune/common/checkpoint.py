@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -17,13 +18,15 @@ import stat
 import sys
 import threading
 import time
+from enum import Enum
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from common import reshard
 from common.config import UserError
+from common.metrics import is_due
 from common.runtime import (
     Process,
     all_sum,
@@ -32,6 +35,7 @@ from common.runtime import (
     from_main,
     gather_lists,
     on_main,
+    ranks_here,
     redact,
     request_stop,
     say,
@@ -100,11 +104,14 @@ def save(
     score: float | None,
     rank_state: dict | None = None,
     background: bool = False,
+    keep_every: int = 0,
+    unscored: bool = False,
 ) -> "Pending":
     """Writes the checkpoint of step `state["step"]`; the one with the lowest `score` is protected from retention.
 
     `engine`: one, or a dict of several by name. `rank_state`: tensors that only this rank holds. `background`: copies
-    everything in memory and returns; call `wait` on the result, on every rank, before relying on it.
+    everything in memory and returns; call `wait` on the result, on every rank, before relying on it. `unscored`: its
+    score comes later, by `set_score`, and until then it is kept.
     """
     final = folder / f"step-{state['step']:08d}"
     draft = folder / f".{final.name}.tmp"
@@ -116,14 +123,15 @@ def save(
         files[f"ema-{process.rank:05d}.pt"] = ema.shadow
     size = sum(value.nbytes for value in tree_leaves(files) if isinstance(value, torch.Tensor))
     # The copies of all ranks on this machine must fit into memory besides the training.
-    cramped = free_memory() < 1.2 * size * int(os.environ.get("LOCAL_SIZE", 1))
+    cramped = free_memory() < 1.2 * size * ranks_here()
     total, cramped = all_sum([size, float(cramped)], process)
     on_main(lambda: _check_space(final, draft, total), process)
     background = background and not cramped
     # In the background everything is copied first; otherwise one file at a time.
     copied, files = (lambda tree: tree, _host_copy(files)) if background else (_host_copy, files)
     pending = Pending(final, draft, process)
-    publish = functools.partial(_publish, pending, copy.deepcopy(state), keep, score)
+    entry = {"name": final.name, "step": state["step"], "score": score} | ({"unscored": True} if unscored else {})
+    publish = functools.partial(_publish, pending, copy.deepcopy(state), entry, keep, keep_every)
     pending.thread = threading.Thread(target=_write, args=(pending, files, copied, publish), name="checkpoint")
     pending.thread.start()
     if not background:
@@ -209,7 +217,13 @@ def _host_copy(tree):
     def is_shape(value) -> bool:
         return isinstance(value, torch.Size)  # would become a plain tuple, which DeepSpeed's converters reject
 
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree, is_leaf=is_shape)
+    def plain(value):
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu", copy=True)
+        # Some versions of Python 3.11 pickle an enum as a call of getattr, which torch refuses to load.
+        return value.value if isinstance(value, Enum) else value
+
+    return tree_map(plain, tree, is_leaf=is_shape)
 
 
 def _write(pending: Pending, files: dict, copied, publish) -> None:
@@ -235,7 +249,7 @@ def _write(pending: Pending, files: dict, copied, publish) -> None:
         pending.written.set()
 
 
-def _publish(pending: Pending, state: dict, keep: int, score: float | None) -> None:
+def _publish(pending: Pending, state: dict, entry: dict, keep: int, keep_every: int) -> None:
     """Waits for all ranks, then writes checksums, renames and updates the index."""
     draft, final = pending.draft, pending.path
     done_files = [draft / f"done-{rank:05d}.json" for rank in range(pending.process.world)]
@@ -256,24 +270,35 @@ def _publish(pending: Pending, state: dict, keep: int, score: float | None) -> N
                 manifest[name] = _sha256(path)
             _sync(path)
     write_json(draft / "manifest.json", manifest)
-    entries = [entry for entry in read_index(final.parent) if entry["name"] != final.name]
+    entries = [other for other in read_index(final.parent) if other["name"] != final.name]
     if final.exists():  # the same step again, after a resume from an older checkpoint
         write_json(final.parent / "index.json", {"checkpoints": entries})
         shutil.rmtree(final)
     os.replace(draft, final)
     _sync(final.parent)
-    entries.append({"name": final.name, "step": state["step"], "score": score})
-    _retain(final.parent, entries, keep)
+    _retain(final.parent, [*entries, entry], keep, keep_every)
+
+
+def set_score(folder: Path, step: int, score: float | None, keep: int, keep_every: int) -> None:
+    """Enters a score that came after its checkpoint; not while another one is being written."""
+    entries = read_index(folder)
+    for entry in entries:
+        if entry["step"] == step and entry.pop("unscored", False):
+            entry["score"] = score
+    _retain(folder, entries, keep, keep_every)
 
 
 def _by_tag(engine) -> dict:
     return engine if isinstance(engine, dict) else {TAG: engine}
 
 
-def _retain(folder: Path, entries: list[dict], keep: int) -> None:
-    """Keeps the newest `keep` and the best. The index drops a checkpoint before its folder is deleted."""
+def _retain(folder: Path, entries: list[dict], keep: int, keep_every: int) -> None:
+    """Keeps the newest `keep`, the best, every `keep_every`th step's, and those without their score. The index drops a
+    checkpoint before its folder is deleted."""
     scored = [entry for entry in entries if entry["score"] is not None and math.isfinite(entry["score"])]
     kept = {entry["name"] for entry in entries[-keep:]}
+    kept |= {entry["name"] for entry in entries if is_due(keep_every, entry["step"])}
+    kept |= {entry["name"] for entry in entries if entry.get("unscored")}
     if scored:
         kept.add(min(scored, key=lambda entry: entry["score"])["name"])
     write_json(folder / "index.json", {"checkpoints": [entry for entry in entries if entry["name"] in kept]})
@@ -327,16 +352,19 @@ def read_state(path: Path, identity: dict, force: bool = False) -> dict:
     """The trainer state of a checkpoint. Raises if it belongs to another run, naming what differs, unless `force`."""
     state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
     differences = _differences(state["identity"], identity)
-    if set(differences) - SHAPE:
+    if set(differences) - SHAPE and not force:
         listed = "; ".join(differences.values())
-        if not force:
-            raise UserError(
-                f"checkpoint {path} belongs to another run ({listed}): use another --out, or --force-resume."
-            )
-        say(f"warning: --force-resume uses the checkpoint of another run ({listed})")
+        raise UserError(f"checkpoint {path} belongs to another run ({listed}): use another --out, or --force-resume.")
     if set(differences) & SHAPE:
         _refuse_other_steps(path, state["identity"], identity)
     return state
+
+
+def warn_of_another_run(state: dict, identity: dict) -> None:
+    """Says what --force-resume overlooks."""
+    differences = _differences(state["identity"], identity)
+    if set(differences) - SHAPE:
+        say(f"warning: --force-resume uses the checkpoint of another run ({'; '.join(differences.values())})")
 
 
 def _differences(then: dict, now: dict) -> dict[str, str]:
@@ -403,17 +431,51 @@ def _load_resharded(path: Path, engine, ema, process: Process) -> None:
         shutil.rmtree(scratch)
 
 
-def masters(path: Path) -> dict[str, torch.Tensor]:
-    """The trained fp32 weights of a checkpoint, whole, by their names in the recipe's model. Needs no ranks."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+def masters(path: Path, tag: str = TAG, ema: bool = False) -> dict[str, torch.Tensor]:
+    """The trained fp32 weights of a checkpoint, or their moving average, whole, and the model's buffers, by their names
+    in the recipe's model. Needs no ranks."""
+    import deepspeed  # noqa: F401  allow_list() then allows the classes of its checkpoints
 
     damage = _damage(path)
     if damage:
         raise UserError(f"checkpoint {path} is damaged ({damage}).")
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     allow_list()
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(path), TAG, exclude_frozen_parameters=True)
-    return {name.removeprefix("model."): value.clone() for name, value in weights.items()}
+    files = sorted(path.glob("ema-*.pt")) if ema else []
+    averages = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    if list((path / tag).glob("*_optim_states.pt")):
+        weights = _merge_shards(path / tag, averages)
+    else:
+        weights = _whole_weights(path / tag, averages)
+    return {name.removeprefix("model."): value.contiguous().clone() for name, value in weights.items()}
+
+
+def _merge_shards(folder: Path, averages: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The shards of all ranks put together, as DeepSpeed's zero_to_fp32 does; with the averages, which are split like
+    the master weights, in place of these."""
+    from deepspeed.utils import zero_to_fp32
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        states = zero_to_fp32.parse_model_states(zero_to_fp32.get_model_state_files(folder))
+        optimizers = zero_to_fp32.get_optim_files(folder)
+        stage, world, shards, paddings = zero_to_fp32.parse_optim_states(optimizers, folder)
+        if averages:  # padding at the end of a shard is not saved
+            pairs = zip(averages, shards, strict=True)
+            shards = [[a[: len(m)] for a, m in zip(*pair, strict=True)] for pair in pairs]
+        if stage == 3:
+            return zero_to_fp32._get_fp32_state_dict_from_zero3_checkpoint(world, shards, states, True)
+        return zero_to_fp32._get_fp32_state_dict_from_zero2_checkpoint(world, shards, states, True, paddings)
+
+
+def _whole_weights(folder: Path, averages: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The weights of a run with ZeRO-0 or without DeepSpeed, where every rank holds all of them."""
+    [file] = folder.glob("*.pt")
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    weights = state["weights"] if "weights" in state else state["module"]
+    if averages:
+        trained = [name for name in weights if name not in state.get("buffer_names", ())]
+        weights = weights | dict(zip(trained, averages[0], strict=True))
+    return {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
 
 
 def load_rank_state(path: Path, process: Process) -> dict | None:

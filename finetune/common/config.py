@@ -10,10 +10,12 @@ import json
 import math
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin
 
 EXIT_USER_ERROR = 2
+TRACKERS = ("tensorboard", "wandb", "trackio")
 EXIT_STOPPED = 75  # stopped early by a signal with everything saved: run the same command again to continue
 
 
@@ -46,6 +48,8 @@ class RunConfig:
 
     without: ClassVar[tuple[str, ...]] = ()  # fields of this class that a recipe does not offer as flags
     model_needs_data: ClassVar[bool] = True  # False: --data alone trains from scratch
+    needs_pesq: ClassVar[bool] = False  # the one required package that set-up leaves out where it cannot be compiled
+    given: ClassVar[frozenset[str]] = frozenset()  # of one config: the flags that the user has set
 
     ds: str = flag("ds_configs/zero2.json", "DeepSpeed JSON (also --deepspeed_config)", group="run", may_change=True)
     model: str = flag("", "pretrained model: hub id or local folder; empty = the tiny demo model", group="run")
@@ -53,6 +57,21 @@ class RunConfig:
     data: str = flag("", "training data: token dataset folder; empty = the demo corpus", group="run", may_change=True)
     eval_data: str = flag(
         "", "evaluation data: token dataset folder; empty = no evaluation", group="run", may_change=True
+    )
+    eval_split: float = flag(
+        0.0,
+        "instead of --eval-data: hold this fraction of --data out of training and evaluate on it; 0 = off",
+        group="run",
+        low=0,
+        high=0.5,
+    )
+    eval_split_by: Literal["group", "speaker", "clip"] = flag(
+        "group",
+        "what --eval-split never divides: the column group (a clip, where there is none), a speaker, or only a clip",
+        group="run",
+    )
+    allow_overlap: bool = flag(
+        False, "evaluate on training clips too, as tests of memorisation do", group="run", may_change=True
     )
     out: str = flag("", "run folder; empty = runs/<recipe>-<date>-<time>", group="run", may_change=True)
     resume: str = flag(
@@ -75,6 +94,22 @@ class RunConfig:
         may_change=True,
     )
 
+    world: int = flag(
+        0,
+        "a --dry-run that predicts memory, communication and checkpoint size for this many ranks from the model's"
+        " configuration, without weights and without a step; 0 = off",
+        group="run",
+        low=0,
+        may_change=True,
+    )
+    fit: str = flag(
+        "",
+        "memory of one GPU, such as 24GB: choose --ds, --quantize, --gradient-checkpointing, --micro-tokens and"
+        " --accumulation so that the prediction fits, as far as they are not given; empty = off",
+        group="run",
+        may_change=True,
+    )
+
     steps: int = flag(0, "optimizer steps; 0 = as many as --epochs takes", group="schedule", low=0)
     epochs: float = flag(1.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
     # 1e-7 is what a warm-up logs at its first step; as a peak it trains nothing. Above 1e-2 Adam diverges.
@@ -91,8 +126,11 @@ class RunConfig:
     )
     seed: int = flag(0, "key of every random decision", group="schedule")
 
-    optimizer: Literal["adamw", "adamw8bit"] = flag(
-        "adamw", "adamw8bit: 8-bit optimizer states (bitsandbytes)", group="optimizer"
+    optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = flag(
+        "adamw",
+        "adamw8bit: 8-bit optimizer states (bitsandbytes); paged_adamw8bit: also moved to host memory when the GPU is"
+        " full",
+        group="optimizer",
     )
     weight_decay: float = flag(0.01, "weight decay of projection matrices; 0 = off", group="optimizer", low=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global norm", group="optimizer", low=1e-6)
@@ -108,12 +146,25 @@ class RunConfig:
     max_skips: int = flag(
         3, "stop after this many non-finite steps in a row", group="optimizer", low=1, may_change=True
     )
+    max_spike: float = flag(
+        0.0,
+        "skip an optimizer step whose gradient norm is over this many times the median of the last 64; 0 = off",
+        group="optimizer",
+        low=0,
+    )
 
     save_every: int = flag(
         500, "optimizer steps between checkpoints; 0 = only the last", group="output", low=0, may_change=True
     )
     keep: int = flag(
         2, "number of newest checkpoints to keep (at least 2), besides the best", group="output", low=2, may_change=True
+    )
+    keep_every: int = flag(
+        0,
+        "also keep the checkpoint of every so many steps, a multiple of --save-every; 0 = off",
+        group="output",
+        low=0,
+        may_change=True,
     )
     eval_every: int = flag(
         500,
@@ -129,6 +180,24 @@ class RunConfig:
         4, "evaluation clips to generate each time samples are made; 0 = none", group="output", low=0, may_change=True
     )
     export: bool = flag(True, "write the trained artifact at the end", group="output", may_change=True)
+    export_check: bool = flag(
+        True,
+        "load the artifact in a fresh process and compare its outputs with the training engine's",
+        group="output",
+        may_change=True,
+    )
+    log_every: int = flag(
+        1, "optimizer steps per line of output; metrics.jsonl has them all", group="output", low=1, may_change=True
+    )
+    tracker: list[str] = flag(
+        ["tensorboard"], f"where the numbers are shown, besides metrics.jsonl: {' '.join(TRACKERS)}", group="output",
+        may_change=True,
+    )  # fmt: skip
+
+    @property
+    def eval_source(self) -> str:
+        """The dataset that holds the evaluation clips; empty = there are none."""
+        return self.eval_data or (self.data if self.eval_split else "")
 
     @property
     def engine_precision(self) -> str:
@@ -152,7 +221,7 @@ HF_ALIASES = {
     "bf16": "precision",
 }
 # What a repeated run must not take over from the config.json of the first: it would resume that run, or only test it.
-NOT_REPEATED = ("out", "resume", "force_resume", "dry_run")
+NOT_REPEATED = ("out", "resume", "force_resume", "dry_run", "world", "fit")
 
 
 def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict | None = None):
@@ -166,9 +235,11 @@ def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict
         given = {k: v for k, v in vars(args).items() if v is not None and k not in ("local_rank", "config")}
         if args.config:
             given = read_config_file(args.config, config_class) | given
+        set_by_user = frozenset(given)
         if not given.get("model") and not given.get("data"):
             given = (demo or {}) | given
         config = config_class(**given)
+        config.given = set_by_user
         check(config)
         from common.ds_config import resolve_ds
         from common.runtime import world_size
@@ -286,6 +357,11 @@ def _value(item: dataclasses.Field, value, path: str):
 
 def check(config: RunConfig) -> None:
     """Refuses what cannot train, before anything heavy is loaded."""
+    if config.needs_pesq and find_spec("pesq") is None:
+        raise UserError(
+            "the package pesq is not installed: install a C compiler and Python's headers (Debian: apt-get install"
+            f" build-essential python3-dev), then run {sys.executable} -m pip install pesq==0.0.4"
+        )
     if bool(config.model) != bool(config.data) and config.model_needs_data:
         raise UserError("--model and --data go together: give both, or neither for the embedded demo.")
     for item in dataclasses.fields(config):
@@ -293,5 +369,21 @@ def check(config: RunConfig) -> None:
         if low is not None and not low <= value <= (math.inf if high is None else high):  # refuses NaN too
             bounds = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
             raise UserError(f"--{item.name.replace('_', '-')} {value} is out of range: it takes {bounds}.")
+    for name in config.tracker:
+        if name not in TRACKERS:
+            raise UserError(f"--tracker {name}: it takes {', '.join(TRACKERS)}.")
+        if find_spec(name) is None:
+            raise UserError(f"--tracker {name}: the package {name} is not installed (pip install {name}).")
+    if config.fit:
+        from common.fit import card_bytes
+
+        card_bytes(config.fit)
+    if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
+        raise UserError(
+            f"--keep-every {config.keep_every} is not a multiple of --save-every {config.save_every}: only checkpoints"
+            " that are saved can be kept."
+        )
+    if config.eval_split and (config.eval_data or not config.data):
+        raise UserError("--eval-split divides --data: it needs --data, and takes the place of --eval-data.")
     if config.steps == 0 and not 0 < config.epochs < math.inf:
         raise UserError(f"--epochs {config.epochs:g} gives no steps; set --steps or --epochs above 0.")

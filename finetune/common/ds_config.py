@@ -5,6 +5,9 @@ from pathlib import Path
 
 from common.config import RunConfig, UserError
 
+BF16_RANKS = 8  # more ranks than this add their gradients up in fp32, at twice the communication
+REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in values
+
 
 def read_ds(path: str) -> dict:
     """The JSON as a dict; a missing or malformed file is a UserError."""
@@ -25,7 +28,7 @@ def read_ds(path: str) -> dict:
 def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
     """The JSON with its "auto" fields filled in from the flags; a value that contradicts a flag is an error."""
     ds = read_ds(path)
-    for section in ("bf16", "fp16", "zero_optimization"):
+    for section in ("bf16", "fp16", "zero_optimization", "data_types"):
         if ds.get(section) == "auto":
             del ds[section]
         if not isinstance(ds.get(section, {}), dict):
@@ -57,10 +60,15 @@ def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
     stage = ds.setdefault("zero_optimization", {}).setdefault("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UserError(f"{path} sets zero_optimization.stage to {json.dumps(stage)}; it must be 0, 1, 2 or 3.")
-    if stage == 0 and config.engine_precision == "bf16":
-        raise UserError(
-            f"{path} sets ZeRO stage 0, which has no fp32 master weights: use stage 1 to 3 or --precision fp32."
-        )
+    if config.engine_precision == "bf16":
+        if stage < 2:
+            lacks = "has no fp32 master weights" if stage == 0 else "adds micro-batches up in bf16"
+            raise UserError(f"{path} sets ZeRO stage {stage}, which {lacks}: use stage 2 or 3, or --precision fp32.")
+        # A sum in bf16 loses whatever is 256 times smaller than itself. Unless told, DeepSpeed adds up micro-batches
+        # and ranks in the precision of the weights.
+        ds.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        if world_size > BF16_RANKS:
+            ds.setdefault("communication_data_type", "fp32")
     ds["zero_allow_untested_optimizer"] = True  # any optimizer that a recipe builds
     ds["steps_per_print"] = 10**9  # the recipe prints its own progress
     return ds
@@ -73,6 +81,21 @@ def _without_auto(section: dict) -> dict:
         for key, value in section.items()
         if value != "auto"
     }
+
+
+def fit_buckets(ds: dict, trained: int) -> dict:
+    """A copy whose buffer for reducing gradients holds no more than the gradients of all trained parameters.
+
+    DeepSpeed allocates it whole, and twice for overlap_comm in stages 1 and 2. If all gradients fit into one buffer,
+    there is no reduction to overlap the backward pass with, and overlap_comm would only make the host wait for the
+    device in every micro-batch.
+    """
+    zero = dict(ds["zero_optimization"])
+    if trained <= zero.get("reduce_bucket_size", REDUCE_BUCKET):
+        zero["reduce_bucket_size"] = max(1, trained)
+        if zero["stage"] < 3:
+            zero["overlap_comm"] = False
+    return ds | {"zero_optimization": zero}
 
 
 def stage_of(ds: dict) -> int:

@@ -3,6 +3,8 @@
 DeepSpeed is imported where it is used: common/single_process.py runs the same recipes without it.
 """
 
+import math
+import re
 import time
 from contextlib import contextmanager
 
@@ -11,8 +13,9 @@ from torch import nn
 
 from common.config import UserError
 from common.contracts import LossOutput
-from common.ds_config import stage_of
-from common.memory import peak_memory, saved_bytes
+from common.ds_config import fit_buckets, stage_of
+from common.hub import on_paper
+from common.memory import count_parameters, peak_memory, saved_bytes
 from common.runtime import Process, say
 
 _hf_ds_config = None  # transformers holds only a weak reference to it
@@ -23,7 +26,7 @@ def build_sharded(ds: dict) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     global _hf_ds_config
-    _hf_ds_config = HfDeepSpeedConfig(ds) if stage_of(ds) == 3 else None
+    _hf_ds_config = HfDeepSpeedConfig(ds) if stage_of(ds) == 3 and not on_paper() else None
 
 
 @contextmanager
@@ -42,7 +45,7 @@ def gathered(module: nn.Module | list[nn.Parameter], write: bool = False):
 
 def shard(module: nn.Module, ds: dict) -> nn.Module:
     """Under ZeRO-3, shards parameters that were made outside from_pretrained, with the main rank's values."""
-    if stage_of(ds) == 3:
+    if stage_of(ds) == 3 and not on_paper():
         import deepspeed
 
         deepspeed.zero.Init(module=module, config_dict_or_path=ds)
@@ -66,6 +69,7 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict):
     """The DeepSpeed engine. `loss_fn(model, batch)` returns a LossOutput."""
     import deepspeed
 
+    ds = fit_buckets(ds, trained=count_parameters(model)[1])
     engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
     return engine
 
@@ -87,23 +91,100 @@ def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> 
     engine.backward(loss, scale_wrt_gas=False)
 
 
-def take_step(engine) -> tuple[bool, float]:
-    """The optimizer step: whether it was applied (all gradients finite), and the gradient norm before clipping."""
+def take_step(engine, max_norm: float = math.inf) -> tuple[bool, float]:
+    """The optimizer step: whether it was applied, and the gradient norm before clipping.
+
+    It is applied on every rank or on none: gradients must be finite, and their norm no larger than `max_norm`.
+    """
     if engine.zero_optimization_stage() == 0:
         # Stage 0 has no overflow check. Gradients are already averaged, so all ranks see the same norm.
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
-        if norm < float("inf"):
+        if math.isfinite(norm) and norm <= max_norm:
             engine.step()
             return True, norm
         engine.zero_grad()  # skipped: what engine.step() counts is counted, weights and optimizer stay as they are
         engine.micro_steps += 1
         engine.global_steps += 1
         return False, norm
-    engine.step()
-    norm = engine.get_global_grad_norm()
+    spikes = []
+    with _refusing(engine.optimizer, max_norm, spikes):
+        engine.step()
     applied = engine.was_step_applied()
-    return applied, float(norm) if applied and norm is not None else float("nan")
+    norm = engine.get_global_grad_norm() if applied else next(iter(spikes), None)
+    return applied, float("nan") if norm is None else float(norm)
+
+
+@contextmanager
+def _refusing(optimizer, max_norm: float, norms: list):
+    """Inside, a ZeRO optimizer takes a gradient norm above `max_norm` for an overflow and skips the step. The norms
+    that it computed are left in `norms`."""
+    if max_norm == math.inf:
+        yield
+        return
+    name = "scaled_global_norm" if hasattr(optimizer, "scaled_global_norm") else "_get_norm_groups"  # ZeRO 1 and 2, 3
+    compute = getattr(optimizer, name)
+
+    def guarded():
+        result = compute()
+        parts = result if isinstance(result, list) else [result]  # one norm per group in ZeRO-3
+        stacked = torch.stack([torch.as_tensor(part, dtype=torch.float32) for part in parts])
+        # DeepSpeed reports a norm that is not finite as -1. All on the device: nothing waits for it here.
+        norm = torch.where((stacked < 0).any(), float("nan"), stacked.norm())
+        norms.append(norm)
+        spike = torch.where(norm > max_norm, float("nan"), 0.0)
+        return [part + spike for part in parts] if isinstance(result, list) else result + spike
+
+    setattr(optimizer, name, guarded)
+    try:
+        yield
+    finally:
+        delattr(optimizer, name)
+
+
+def squared_norms(engine, patterns: dict[str, str], world: int) -> dict[str, torch.Tensor]:
+    """This rank's share of the squared gradient norm of each group of parameters, between the last backward and the
+    step; summed over all ranks they are the norms. `patterns`: group -> pattern in the names of its parameters.
+
+    Every parameter counts in the first group that it matches, or in "other". Nothing waits for the device.
+    """
+    groups: dict[str, list[torch.Tensor]] = {}
+    for name, gradient in _local_gradients(engine).items():
+        group = next((group for group, pattern in patterns.items() if re.search(pattern, name)), "other")
+        groups.setdefault(group, []).append(gradient)
+    share = 1 / world if engine.zero_optimization_stage() == 0 else 1.0  # in ZeRO-0 every rank holds all of them
+    norms = {name: torch.stack(torch._foreach_norm(gradients, 2, torch.float32)) for name, gradients in groups.items()}
+    zero = next(iter(norms.values())).new_zeros(()) if norms else torch.zeros(())
+    names = [*patterns, "other"]  # the same on every rank, whatever its shard holds
+    return {name: norms[name].square().sum() * share if name in norms else zero for name in names}
+
+
+def _local_gradients(engine) -> dict[str, torch.Tensor]:
+    """This rank's shards of the averaged gradients by name, without those that it holds no part of."""
+    stage, optimizer, shards = engine.zero_optimization_stage(), engine.optimizer, {}
+    if stage == 3 and not optimizer.offload_optimizer:
+        lists = ((group, optimizer.averaged_gradients[i]) for i, group in enumerate(optimizer.fp16_groups))
+        shards = {id(p): shard for group, gradients in lists for p, shard in zip(group, gradients, strict=True)}
+
+    def shard_of(parameter: nn.Parameter) -> torch.Tensor | None:
+        if stage == 0:
+            return parameter.grad
+        if stage == 3 and optimizer.offload_optimizer:
+            from deepspeed.utils import safe_get_local_grad
+
+            return safe_get_local_grad(parameter)
+        if stage == 3:
+            return shards.get(id(parameter))
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        shard, address = mapping.get_lp_grad_fragment(parameter._index_in_param_group), mapping.lp_fragment_address
+        # ZeRO-1 may keep the whole gradient, of which only this part is this rank's.
+        whole = shard.numel() == parameter.numel()
+        return shard.flatten().narrow(0, address.start, address.numel) if whole else shard
+
+    found = {name: shard_of(parameter) for name, parameter in trainable(engine).items()}
+    return {name: shard for name, shard in found.items() if shard is not None}
 
 
 def dry_run(engine, batch: dict, one_clip: dict, step_weight: float, predicted: float, process: Process) -> None:
@@ -111,6 +192,7 @@ def dry_run(engine, batch: dict, one_clip: dict, step_weight: float, predicted: 
 
     `one_clip`: the longest clip alone; its activations, times the number of clips, are added to the `predicted` bytes.
     """
+    engine.train()  # dropout, gradient checkpointing and compiled layers as in the training
     clips = len(batch["ids"])
     predicted += saved_bytes(lambda: engine(one_clip)) * clips
     began = time.monotonic()

@@ -52,6 +52,16 @@ def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, group_ran
     return peft_model
 
 
+def train_whole(model, modules: list[str]) -> None:
+    """Trains the weights of these modules of the base besides LoRA; write_adapter() saves them as PEFT does.
+
+    PEFT itself would train a copy of each and keep the original: twice the memory, and under ZeRO-3 an unsharded one.
+    """
+    for name in modules:
+        model.get_base_model().get_submodule(name).weight.requires_grad_(True)
+    model.peft_config["default"].modules_to_save = list(modules)
+
+
 def base_model(model):
     """The model inside a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -75,11 +85,18 @@ def quantization_config(bits: str, dtype, keep: list[str]):
 
 def write_adapter(model, weights: dict, folder: Path, base: str, files: dict, revision: str | None = None) -> None:
     """A PEFT adapter folder with whole fp32 weights, complete or absent; `files`: JSON files to write besides."""
+    from safetensors.torch import load_file, save_file
+
     draft = folder.with_name(f".{folder.name}.tmp")
     model.peft_config["default"].base_model_name_or_path = base
     model.peft_config["default"].revision = revision
     runs.empty_folder(draft)
     model.save_pretrained(str(draft), state_dict=weights, save_embedding_layers=False)
+    whole = [f"base_model.model.{name}.weight" for name in model.peft_config["default"].modules_to_save or ()]
+    whole = {name: weights[name] for name in whole if name in weights}
+    if whole:  # of train_whole(): PEFT writes only what it has wrapped itself
+        file = draft / "adapter_model.safetensors"
+        save_file(load_file(file) | whole, file, metadata={"format": "pt"})
     for name, content in files.items():
         write_json(draft / name, content)
     runs.replace_folder(draft, folder)

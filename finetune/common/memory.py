@@ -1,15 +1,23 @@
 """Predicted memory per rank for weights, gradients and optimizer states, before anything is allocated."""
 
+import contextlib
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.config import RunConfig, UserError
-from common.ds_config import offloads_optimizer, stage_of
+from common.ds_config import REDUCE_BUCKET, offloads_optimizer, resolve_ds, stage_of
 from common.optim import state_bytes_per_weight
-from common.runtime import Process, any_rank, memory_gb, say
+from common.runtime import Process, any_rank, memory_gb, resident_bytes, say
 
-# What libraries and DeepSpeed's engine add to a CPU process after it has joined its ranks; measured, the same for
-# 1 million and for 1.6 billion parameters.
-GROWTH = 0.4 * 2**30
+# What libraries and DeepSpeed's engine still add to a CPU process when its model and data are there; measured.
+GROWTH = 0.08 * 2**30
+DS_FILES = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
 
 
 def count_parameters(model) -> tuple[int, int]:
@@ -24,40 +32,95 @@ def _true_size(parameter) -> int:
     return quantised.shape.numel() if quantised else getattr(parameter, "ds_numel", parameter.numel())
 
 
+def loaded_bytes(model) -> int:
+    """Bytes of this rank's parameters, under ZeRO-3 of its shards. Weights of a mapped file are read, and so in memory,
+    from now on."""
+    size = 0
+    for parameter in model.parameters():
+        part = getattr(parameter, "ds_tensor", parameter).detach()
+        part.flatten()[::1024].sum()  # a value of every page
+        size += packed_bytes(parameter) or part.numel() * part.element_size()
+    return size
+
+
 def quantised_savings(model, width: int) -> int:
     """Bytes that quantised weights save, compared with `width` bytes per value."""
-    packed = [p for p in model.parameters() if not p.is_floating_point()]
-    return sum(width * _true_size(p) - p.numel() * p.element_size() for p in packed)
+    return sum(width * _true_size(p) - packed_bytes(p) for p in model.parameters() if packed_bytes(p))
+
+
+def packed_bytes(parameter) -> int:
+    """Bytes of a weight that bitsandbytes holds, or with --world would hold, in 4 or 8 bits; 0 for any other.
+
+    4 bits: two values per byte, an fp32 scale per 64 values and the 16 values that the bits stand for. 8 bits: a byte
+    per value and an fp32 scale per row.
+    """
+    bits = getattr(parameter, "bits_on_paper", None)
+    if bits is None and not parameter.is_floating_point():
+        bits = 4 if hasattr(parameter, "quant_state") else 8
+    size = _true_size(parameter)
+    return {None: 0, 4: size // 2 + 4 * -(-size // 64) + 16 * 4, 8: size + 4 * len(parameter)}[bits]
 
 
 def predict(total: int, trained: int, ds: dict, width: int, state_bytes: float, world: int) -> dict[str, float]:
     """Bytes per rank on the device and (with offload) in host memory, without activations.
 
-    `width`: bytes of a compute weight and of its gradient, 2 for bf16 and 4 for fp32. An fp32 master weight and its
-    gradient take 8 bytes and the optimizer states `state_bytes` more; these are split over the ranks from stage 1 on,
-    gradients from stage 2 on, weights in stage 3. Stage 3 also holds what it has gathered: live weights and the bucket
-    that gradients are reduced in; stage 2 keeps its two buckets when it offloads (all measured by
-    tests/bench/bench_dia_size.py).
+    `width`: bytes of a compute weight and of its gradient, 2 for bf16 and 4 for fp32. An fp32 master weight takes 4
+    bytes (stage 0 has none) and the optimizer states `state_bytes` more; these are split over the ranks from stage 1
+    on, gradients from stage 2 on, weights in stage 3. The step needs fp32 gradients: those that stage 2 has added up in
+    fp32 are used as they are, others are copied, in stage 3 one sub-group at a time. "working": what the backward pass
+    needs besides, namely buckets that gradients are reduced in, and in stage 3 the gathered weights. Compared with
+    measurements by tests/bench/bench_dia_size.py.
     """
-    zero, stage = ds["zero_optimization"], stage_of(ds)
+    zero, stage, offload = ds["zero_optimization"], stage_of(ds), offloads_optimizer(ds)
+    summed = max(width, 4 if ds.get("data_types", {}).get("grad_accum_dtype") == "fp32" else 0)
+    sent = max(width, 4 if ds.get("communication_data_type") == "fp32" else 0)
     shared = trained / (world if stage >= 1 else 1)
     weights = width * total / (world if stage == 3 else 1)
-    gradients = width * trained / (world if stage >= 2 else 1)
-    # Stage 3 updates one sub-group at a time, and only that one has its gradients in fp32.
-    optimizer = (4 + state_bytes) * shared + 4 * min(
-        shared, _size(zero, "sub_group_size", 1e9) if stage == 3 else shared
-    )
-    bucket = width * min(trained, _size(zero, "reduce_bucket_size", 5e8))
-    host = working = 0.0
+    gradients = summed * trained / (world if stage >= 2 else 1)
+    copied = 4 * min(shared, _size(zero, "sub_group_size", 1e9) if stage == 3 else shared) if stage else 0.0
+    in_place = stage == 2 and summed > width
+    masters = 4 * shared if stage else 0.0
+    optimizer = masters + state_bytes * shared + (0 if in_place and not offload else copied)
+    bucket = min(trained, _size(zero, "reduce_bucket_size", REDUCE_BUCKET))
     if stage == 3:
-        working = width * min(total, _size(zero, "stage3_max_live_parameters", 1e9)) + bucket
-    elif offloads_optimizer(ds):
-        working = 2 * bucket
-    if offloads_optimizer(ds):
-        host, optimizer, gradients = host + optimizer + gradients, 0.0, 0.0
+        working = width * min(total, _size(zero, "stage3_max_live_parameters", 1e9)) + sent * bucket
+    else:
+        # One buffer, or two, and a copy of what is sent, if need be in fp32; gone before the step copies the gradients.
+        buffers = (2 if zero.get("overlap_comm") and bucket < trained else 1) if stage else 0
+        copies = width + (sent if sent > width else 0) if stage or world > 1 else 0
+        working = (buffers * width + copies) * bucket
+        working = max(0.0, working - (0 if in_place or offload else copied))
+    host = 0.0
+    if offload:
+        host, optimizer = host + optimizer, 0.0
+        if not in_place:  # fp32 sums of stage 2 stay on the device until the step
+            host, gradients = host + gradients, 0.0
     if zero.get("offload_param", {}).get("device", "none") != "none":
         host, weights = host + weights, 0.0
     return {"device": weights + gradients + optimizer, "host": host, "working": working}
+
+
+def communication(total: int, trained: int, ds: dict, width: int, world: int, accumulation: int) -> float:
+    """Bytes that each rank sends per optimizer step, with ring algorithms.
+
+    Stage 2 sums gradients on all ranks after every micro-batch, although each rank keeps only its share; stages 0 and 1
+    do so once per step. Then every rank sends its share of the new weights. Stage 3 gathers all weights for the forward
+    and again for the backward pass of every micro-batch (at most: it keeps what is needed again soon), and each rank
+    receives only its share of the gradients.
+    """
+    stage, hop = stage_of(ds), (world - 1) / world
+    sent = max(width, 4 if ds.get("communication_data_type") == "fp32" else 0)
+    if stage == 3:
+        return hop * accumulation * (2 * width * total + sent * trained)
+    reductions = accumulation if stage == 2 else 1
+    return hop * (2 * sent * trained * reductions + (width * trained if stage else 0))
+
+
+def checkpoint_bytes(trained: int, ds: dict, width: int, state_bytes: float, ema: bool) -> float:
+    """Size of a checkpoint: master weights, optimizer states, their average, and, except in stage 3, compute weights.
+
+    Frozen weights are not saved."""
+    return trained * (4 + state_bytes + (4 if ema else 0) + (width if stage_of(ds) < 3 else 0))
 
 
 def _size(zero: dict, key: str, default: float) -> float:
@@ -74,14 +137,145 @@ def report_prediction(model, optimizer, ds: dict, config: RunConfig, process: Pr
     shown = {place: size / 2**30 for place, size in need.items()}
     needs = need["device"] + need["working"]
     if process.device.type == "cpu":
-        # Without a GPU everything is resident memory of this process, whose libraries were there before the model.
-        needs += need["host"] + process.resident + GROWTH
+        # Without a GPU everything is resident memory of this process, in which libraries, data and weights are already.
+        needs += need["host"] - loaded_bytes(model) + resident_bytes("VmRSS") + GROWTH
     say(
         f"parameters {total:,}, trained {trained:,}; ZeRO-{stage_of(ds)} on {process.world} ranks: states"
         f" {shown['device']:.2f} GB per rank on the device, {shown['host']:.2f} GB in host memory;"
         f" predicted {needs / 2**30:.2f} GB per rank in total, without activations"
     )
     return needs
+
+
+STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "paged_adamw8bit": 2 + 8 / 256}  # per trained weight
+
+
+def unallocated(config: RunConfig):
+    """With --world, a model that is built inside has shapes but no memory: any size, on any machine."""
+    return torch.device("meta") if config.world else contextlib.nullcontext()
+
+
+@dataclass
+class Paper:
+    """A model without memory, counted. `packed`: bytes that a quantised base saves; `unpacked`: bytes of its largest
+    weight, which is unpacked to be used; `activations`: bytes for the largest micro-batch."""
+
+    config: RunConfig
+    total: int
+    trained: int
+    packed: int
+    unpacked: int
+    activations: int
+
+    def need(self, file: str) -> dict[str, float]:
+        """Bytes per rank with this DeepSpeed file: "device", "host", "working", "sent" and "checkpoint"."""
+        config, ds = self.config, resolve_ds(file, self.config, self.config.world)
+        width = 2 if config.engine_precision == "bf16" else 4
+        state_bytes = 8.0 if offloads_optimizer(ds) else STATE_BYTES[config.optimizer]
+        need = predict(self.total, self.trained, ds, width, state_bytes, config.world)
+        need["device"] -= self.packed
+        need["working"] += self.unpacked
+        need["sent"] = communication(self.total, self.trained, ds, width, config.world, config.accumulation)
+        need["checkpoint"] = checkpoint_bytes(self.trained, ds, width, state_bytes, bool(config.ema))
+        return need
+
+
+def predict_on_paper(model, config: RunConfig, loss_fn, batch: dict, can_shard: bool = True) -> Paper:
+    """--dry-run --world N: what each DeepSpeed file of the repository would need on N ranks.
+
+    `batch`: the largest micro-batch; its activations are those of `loss_fn(model, batch)`. `can_shard`: whether the
+    recipe runs with ZeRO-3."""
+    total, trained = count_parameters(model)
+    width = 2 if config.engine_precision == "bf16" else 4
+    packed = quantised_savings(model, width)
+    unpacked = max((width * p.numel() for p in model.parameters() if packed_bytes(p)), default=0)
+    activations = activation_bytes(model.to(torch.bfloat16) if width == 2 else model, loss_fn, batch)
+    paper = Paper(config, total, trained, packed, unpacked, activations)
+    say(f"parameters {total:,}, trained {trained:,}; predicted for {config.world} ranks and --accumulation"
+        f" {config.accumulation}, in GB; activations of {len(batch['ids'])} clips, {batch['positions']:,} positions:"
+        f" {activations / 2**30:.2f}")  # fmt: skip
+    say(f"{'':30}{'device':>8}{'+ buffers':>11}{'host':>8}{'sent per step':>15}{'checkpoint':>12}{'GPU in all':>12}")
+    for file in DS_FILES:
+        if "zero3" in file.name and (packed or not can_shard):
+            continue  # nor can a quantised base be sharded
+        need = paper.need(str(file))
+        shown = [need[name] for name in ("device", "working", "host", "sent", "checkpoint")]
+        shown.append(need["device"] + need["working"] + activations)
+        row = "".join(f"{size / 2**30:{space}.2f}" for size, space in zip(shown, (8, 11, 8, 15, 12, 12), strict=True))
+        say(f"{'ds_configs/' + file.name:30}{row}")
+    return paper
+
+
+# ---- activations on paper --------------------------------------------------------------------------------------
+
+
+def activation_bytes(model, loss_fn, batch: dict) -> int:
+    """Peak bytes that a forward and a backward pass need besides parameters and their gradients, without memory.
+
+    The model may be on the device `meta`; its parameters are replaced by fake ones of the CPU, for good: those choose
+    attention kernels that save as much for the backward pass as FlashAttention.
+    """
+    with FakeTensorMode():
+        _make_fake(model)
+        tensors = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in batch.items() if torch.is_tensor(t)}
+        return peak_bytes(model, loss_fn, batch | tensors)
+
+
+def peak_bytes(model, loss_fn, batch: dict) -> int:
+    """The same where it happens: peak bytes of the tensors made in a forward and a backward pass."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # gradients are predicted with the states
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with _Alive(model, batch) as alive:
+        loss_fn(model.train(), batch).loss_sum.backward()
+    return alive.peak
+
+
+class _Alive(TorchDispatchMode):
+    """Adds up the bytes of all tensors that are alive, each storage once, except those that were there before."""
+
+    def __init__(self, model, batch: dict):
+        super().__init__()
+        there = [*model.parameters(), *model.buffers(), *(t for t in batch.values() if torch.is_tensor(t))]
+        self.now, self.peak, self.storages = 0, 0, {t.untyped_storage()._cdata for t in there}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
+            return False  # torch.istft asks whether its windows leave a gap: values that are not there
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor):
+                self._add(tensor.untyped_storage())
+        return output
+
+    def _add(self, storage) -> None:
+        if storage._cdata not in self.storages:
+            self.storages.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, address: int, size: int) -> None:
+        self.storages.discard(address)
+        self.now -= size
+
+
+def _make_fake(model) -> None:
+    """Inside FakeTensorMode: parameters and buffers on a CPU that is not there; what is shared stays shared."""
+    made = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        if isinstance(tensor, torch.nn.Parameter):
+                            fake = torch.nn.Parameter(fake, tensor.requires_grad)
+                        made[id(tensor)] = fake, tensor
+                    table[name] = made[id(tensor)][0]
+
+
+# ---- activations measured --------------------------------------------------------------------------------------
 
 
 def saved_bytes(forward) -> int:

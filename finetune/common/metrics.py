@@ -1,16 +1,21 @@
-"""What a run records: metrics.jsonl (the source of truth), TensorBoard (the same values), one console line per step."""
+"""What a run records: metrics.jsonl (the source of truth), trackers (the same values), a bar or a line per step."""
 
+import dataclasses
 import json
 import os
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
+from common.boards import Boards
+from common.config import RunConfig
 from common.contracts import LossOutput
-from common.runtime import Process, all_sum, redact, say, stop_requested
+from common.runtime import Process, all_sum, print_above, redact, say, stop_requested
 
 
 def is_due(every: int, step: int) -> bool:
@@ -26,6 +31,7 @@ class Totals:
     parts: dict[str, float]  # means, by name
     padded: int  # positions, padding included
     stop: bool  # some rank received a signal
+    norms: dict[str, float]  # gradient norms by group of parameters
 
 
 class Meter:
@@ -34,6 +40,7 @@ class Meter:
     def __init__(self):
         self.began, self.waited = time.monotonic(), 0.0
         self.losses, self.ids, self.parts, self.names, self.padded = [], [], 0, (), 0
+        self.squares = {}
 
     @contextmanager
     def waiting(self):
@@ -51,13 +58,21 @@ class Meter:
             self.names = tuple(output.parts)
             self.parts = self.parts + _double(torch.stack(list(output.parts.values())))
 
+    def add_norms(self, squares: dict[str, torch.Tensor]) -> None:
+        """This rank's share of squared gradient norms, see engine.squared_norms."""
+        self.squares = squares
+
     def reduce(self, process: Process) -> Totals:
         """The only reduction of a step: losses, padding, and whether any rank received a signal."""
         loss_sum = float(_double(torch.stack(self.losses)).sum())
-        parts = self.parts.flatten().tolist() if self.names else []
+        parts = [self.parts.flatten()] if self.names else []
+        parts += [_double(torch.stack(list(self.squares.values())))] if self.squares else []
+        parts = torch.cat(parts).tolist() if parts else []
         *sums, loss_sum, padded, stop = all_sum([*parts, loss_sum, self.padded, float(stop_requested())], process)
+        squares = sums[len(sums) - len(self.squares) :]
+        norms = {name: float(square) ** 0.5 for name, square in zip(self.squares, squares, strict=True) if square}
         means = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(self.names) if sums[2 * i + 1]}
-        return Totals(float(loss_sum), means, int(padded), stop > 0)
+        return Totals(float(loss_sum), means, int(padded), stop > 0, norms)
 
     def non_finite_ids(self) -> list[str]:
         """Clips of this rank's micro-batches whose loss is not finite."""
@@ -68,18 +83,19 @@ class Meter:
 class Tracker:
     """Writes on the main rank only; every method may be called on all ranks."""
 
-    def __init__(self, folder: Path, process: Process, steps: int, start: int = 0, warmup: int = 0, peak: float = 0.0):
-        """`warmup` steps lead up to the learning rate `peak`: the console line says so, so that a warm-up value is not
-        mistaken for the peak."""
-        self.process, self.steps, self.warmup, self.peak = process, steps, warmup, peak
+    def __init__(self, folder: Path, process: Process, config: RunConfig, steps: int, start: int = 0, warmup: int = 0):
+        """`warmup` steps lead up to the learning rate --lr: the console line says so, so that a warm-up value is not
+        mistaken for the peak. `start`: the step that the run resumes after."""
+        self.process, self.config, self.steps, self.warmup = process, config, steps, warmup
         self.path = folder / "metrics.jsonl"
         self.started = self.first_step = None
-        self.board = None
+        self.boards = self.bar = None
         if process.is_main:
-            from torch.utils.tensorboard import SummaryWriter
-
             folder.mkdir(parents=True, exist_ok=True)
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+            self.boards = Boards(config.tracker, folder, start, dataclasses.asdict(config))
+            if sys.stdout.isatty():
+                self.bar = tqdm(total=steps, initial=start, dynamic_ncols=True, file=sys.stdout, unit="step")
+                print_above(self.bar)
 
     def forget_after(self, step: int) -> None:
         """Drops what a killed process logged after the checkpoint that the run resumes from."""
@@ -104,18 +120,28 @@ class Tracker:
         else:
             seconds_per_step = (time.monotonic() - self.started) / (step - self.first_step)
             left = _clock(seconds_per_step * (self.steps - step))
+        if self.bar is None and step % self.config.log_every and step not in (self.first_step, self.steps):
+            return
         memory = values.get("vram_gb", values.get("rss_gb"))
         wait = 100 * values["data_wait_s"] / max(values["step_s"], 1e-9)
-        warm = f" (warm-up {step}/{self.warmup}, peak {self.peak:.1e})" if step < self.warmup else ""
-        say(
-            f"step {step:>6}/{self.steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}{warm}"
-            f"  norm {values['grad_norm']:.3f}  {values['tokens_per_s']:>7.0f} tok/s"
-            f"  pad {100 * values['padding']:.1f}%  wait {wait:.1f}%  {memory:.2f} GB  left {left}"
+        warm = f" (warm-up {step}/{self.warmup}, peak {self.config.lr:.1e})" if step < self.warmup else ""
+        summary = (
+            f"loss {values['loss']:.4f}  lr {values['lr']:.2e}{warm}  norm {values['grad_norm']:.3f}"
+            f"  {values['tokens_per_s']:>7.0f} tok/s  pad {100 * values['padding']:.1f}%  wait {wait:.1f}%"
+            f"  {memory:.2f} GB"
         )
+        if self.bar is None:
+            say(f"step {step:>6}/{self.steps}  {summary}  left {left}")
+        else:
+            self.bar.set_postfix_str(summary, refresh=False)
+            self.bar.update(step - self.bar.n)
 
     def close(self) -> None:
-        if self.board:
-            self.board.close()
+        if self.boards:
+            self.boards.close()
+        if self.bar is not None:
+            print_above(None)
+            self.bar.close()
 
     def _write(self, record: dict) -> None:
         if self.process.is_main:
@@ -123,10 +149,8 @@ class Tracker:
                 stream.write(redact(json.dumps(record)) + "\n")
 
     def _plot(self, prefix: str, step: int, values: dict) -> None:
-        if self.board:
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self.board.add_scalar(prefix + name, value, step)
+        if self.boards:
+            self.boards.log({prefix + name: value for name, value in values.items()}, step)
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,10 @@ def parameter_groups(model, weight_decay: float, no_decay: tuple[str, ...], lr_s
 
 
 def build_optimizer(groups: list[dict], config: RunConfig, ds: dict, betas: tuple[float, float] = (0.9, 0.95)):
-    """AdamW: torch's fused one, bitsandbytes' with 8-bit states, or DeepSpeed's if the JSON offloads the optimizer."""
+    """AdamW: torch's fused one, bitsandbytes' with 8-bit states, or DeepSpeed's if the JSON offloads the optimizer.
+
+    Paged states are in memory that the GPU's driver moves to the host while the GPU is full; on a CPU they are not.
+    """
     options = {"lr": config.lr, "betas": betas, "eps": 1e-8}
     if offloads_optimizer(ds):
         if config.optimizer != "adamw":
@@ -43,10 +46,12 @@ def build_optimizer(groups: list[dict], config: RunConfig, ds: dict, betas: tupl
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-    if config.optimizer == "adamw8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return AdamW8bit(groups, **options)
+    if config.optimizer != "adamw":
+        try:
+            from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+        except ImportError:
+            raise UserError(f"--optimizer {config.optimizer} needs bitsandbytes: pip install bitsandbytes.") from None
+        return (PagedAdamW8bit if "paged" in config.optimizer else AdamW8bit)(groups, **options)
     from torch.optim import AdamW
 
     return AdamW(groups, fused=True, **options)

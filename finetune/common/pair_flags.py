@@ -8,8 +8,9 @@ from common.config import RunConfig, flag
 
 @dataclass
 class PairConfig(RunConfig):
-    without: ClassVar[tuple[str, ...]] = ("micro_tokens", "optimizer")
+    without: ClassVar[tuple[str, ...]] = ("micro_tokens", "optimizer", "fit", "eval_split", "eval_split_by")
     model_needs_data: ClassVar[bool] = False  # --data alone trains from scratch
+    needs_pesq: ClassVar[bool] = True
 
     model: str = flag("", "pretrained weights to fine-tune; empty = train from scratch", group="run")
     # Data is recognised by its content, so the folders may move.
@@ -23,6 +24,7 @@ class PairConfig(RunConfig):
     test_data: str = flag("", "pairs to measure the exported model on, once, at the end", group="run", may_change=True)
 
     micro_batch: int = flag(4, "crops per micro-batch on each rank", group="schedule", low=1)
+    tf32: bool = flag(False, "faster, less exact matrix products in fp32 on an NVIDIA GPU (TF32)", group="optimizer")
     samples: int = flag(
         4, "evaluation files to enhance each time samples are made; 0 = none", group="output", low=0, may_change=True
     )

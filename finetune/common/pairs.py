@@ -1,11 +1,15 @@
 """Noisy/clean pairs as data/pairs.py writes them, and the crops of them that a model trains on."""
 
+from collections.abc import Iterator
+
 import numpy as np
+import pyarrow.compute as pc
 
 from common.arrow import ArrowDataset, flat_views
 from common.config import UserError
+from common.holdout import refuse_overlap
 from common.keyed_random import uniform
-from common.runtime import Process, on_main, say
+from common.runtime import Process, on_main_for_long, say
 
 DRAWS = 8  # how often a crop's position is drawn at most, until the crop holds speech
 SPEECH_SECONDS = 0.3  # speech that a crop should hold, or half of the crop if that is less
@@ -34,6 +38,13 @@ class PairDataset(ArrowDataset):
             side: flat_views(self.table.column(side), self.samples, self, f"{side} samples") for side in self.flat
         }
 
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.samples
+
+    def sound(self, i: int) -> np.ndarray:
+        return self.clean(i)  # the same speech with other noise is no new speech
+
     def _view(self, side: str, i: int) -> np.ndarray:
         values, chunk, start = self._sides[side]
         return values[chunk[i]][start[i] : start[i] + self.samples[i]]
@@ -44,33 +55,49 @@ class PairDataset(ArrowDataset):
     def clean(self, i: int) -> np.ndarray:
         return self._view("clean", i)
 
-    def verify(self) -> None:
-        """Reads everything once: checksums, duplicate ids, empty clips."""
-        self.verify_files()
+    def check_rows(self, tick) -> None:
+        """Looks for empty clips."""
         if (self.samples <= 0).any():
             raise UserError(f"{self.folder}: clip {self.id(int(np.argmin(self.samples)))!r} is empty.")
 
     def rows_starting(self, prefixes: list[str]) -> np.ndarray:
         """Rows whose id starts with one of `prefixes`; VoiceBank's ids start with the speaker."""
-        return np.array([i for i in range(len(self)) if self.id(i).startswith(tuple(prefixes))], dtype=np.int64)
+        found = np.zeros(len(self), dtype=bool)
+        for prefix in prefixes:
+            found |= pc.starts_with(self._columns["id"], prefix).to_numpy()
+        return np.flatnonzero(found)
 
     def rows_named(self, name: str) -> np.ndarray:
         """The row with this id, as an array."""
-        rows = [i for i in range(len(self)) if self.id(i) == name]
-        if not rows:
+        rows = np.flatnonzero(pc.equal(self._columns["id"], name).to_numpy())
+        if not len(rows):
             raise UserError(f"{self.folder} has no clip {name!r}; its first is {self.id(0)!r}.")
-        return np.array(rows, dtype=np.int64)
+        return rows
+
+    def names(self, rows: np.ndarray) -> Iterator[str]:
+        """The ids of these rows, without holding a Python string for each of millions."""
+        for first in range(0, len(rows), 10_000):
+            yield from self._columns["id"].take(rows[first : first + 10_000]).to_pylist()
 
     def crop(self, i: int, length: int, *key) -> tuple[np.ndarray, np.ndarray, int]:
         """Noisy and clean (length,) int16 at a position chosen by the key, and how often it was drawn again.
 
-        A clip that is too short is repeated, never padded with silence. A position with hardly any speech is drawn
-        again: PESQ is undefined there, so a discriminator has nothing to learn.
+        A clip that is too short is repeated, never padded with silence.
         """
         noisy, clean = self.noisy(i), self.clean(i)
         if len(clean) <= length:
             repeated = np.arange(length) % len(clean)
             return noisy[repeated], clean[repeated], 0
+        start, draw = self.crop_start(i, length, *key)
+        return noisy[start : start + length], clean[start : start + length], draw
+
+    def crop_start(self, i: int, length: int, *key) -> tuple[int, int]:
+        """The first sample of a crop, and how often it was drawn again.
+
+        A position with hardly any speech is drawn again: PESQ is undefined there, so a discriminator has nothing to
+        learn.
+        """
+        clean = self.clean(i)
         active = speech_frames(clean, self.rate)
         frame = int(FRAME_SECONDS * self.rate)
         wanted = min(SPEECH_SECONDS, length / self.rate / 2, active.sum() * FRAME_SECONDS)
@@ -79,7 +106,7 @@ class PairDataset(ArrowDataset):
             inside = active[start // frame : (start + length) // frame]
             if inside.sum() * FRAME_SECONDS >= wanted:
                 break
-        return noisy[start : start + length], clean[start : start + length], draw
+        return start, draw
 
 
 def speech_frames(wave: np.ndarray, rate: int) -> np.ndarray:
@@ -133,7 +160,7 @@ class Crops:
 def open_pairs(path: str, rate: int, process: Process) -> PairDataset:
     """A dataset of pairs, which the main rank has checked for damage."""
     pairs = PairDataset(path, rate)
-    on_main(pairs.verify, process)
+    on_main_for_long(pairs.verify, process)
     return pairs
 
 
@@ -153,13 +180,11 @@ def split_pairs(config, rate: int, process: Process) -> tuple[PairDataset, np.nd
     if config.eval_data:
         eval_pairs = open_pairs(config.eval_data, rate, process)
         eval_rows = np.arange(len(eval_pairs))
-        trained = {pairs.id(i) for i in train_rows}
-        twice = [eval_pairs.id(i) for i in eval_rows if eval_pairs.id(i) in trained]
-        if twice:
-            raise UserError(f"--eval-data {config.eval_data} holds {len(twice)} ids of --data, such as {twice[0]}.")
-        both = {_speaker(name) for name in trained} & {_speaker(eval_pairs.id(i)) for i in eval_rows}
+        both = set(map(_speaker, pairs.names(train_rows))) & set(map(_speaker, eval_pairs.names(eval_rows)))
         if both:
             say(f"warning: {len(both)} speakers are in --data and in --eval-data, such as {min(both)}")
+    if eval_pairs:
+        refuse_overlap(pairs, train_rows, eval_pairs, eval_rows, config, process)
     if 0 < config.eval_files < len(eval_rows):
         eval_rows = eval_rows[np.linspace(0, len(eval_rows) - 1, config.eval_files).round().astype(int)]
     return pairs, train_rows, eval_pairs, eval_rows

@@ -29,15 +29,18 @@ class Plan:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.seed = seed
         self.jitter = jitter
-        self.edges = _edges(np.sort(self.lengths), budget, jitter)
+        self.edges = _edges(self.lengths, budget, jitter)
         self.per_epoch = len(self.edges) - 1
         # Each rank walks through an epoch in order; a step that spans two epochs needs both.
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         draw = keyed.generator(self.seed, epoch, "order")
-        key = self.lengths * (1 + self.jitter * draw.random(len(self.lengths)))
-        return np.argsort(key, kind="stable"), draw.permutation(self.per_epoch)
+        key = draw.random(len(self.lengths))
+        key *= self.jitter  # in place: for 7 million clips every copy is 56 MB
+        key += 1
+        key *= self.lengths
+        return _order(key), draw.permutation(self.per_epoch)
 
     def micro_batch(self, number: int) -> tuple[int, np.ndarray]:
         """Epoch and clip indices of micro-batch `number`, counted from the start of training."""
@@ -47,8 +50,12 @@ class Plan:
         return epoch, clips[self.edges[slot] : self.edges[slot + 1]]
 
     def longest(self) -> np.ndarray:
-        """The micro-batch that takes the most memory: the longest clips, as many as the budget allows."""
-        return np.argsort(self.lengths, kind="stable")[self.edges[-2] :]
+        """The micro-batch that takes the most memory: the one with the most padded positions, of equals the longest
+        clips. The last one may hold a single clip that was left over."""
+        order = np.argsort(self.lengths, kind="stable")
+        padded = np.diff(self.edges) * self.lengths[order[self.edges[1:] - 1]]
+        slot = len(padded) - 1 - np.argmax(padded[::-1])
+        return order[self.edges[slot] : self.edges[slot + 1]]
 
     def steps(self, epochs: float, micro_batches_per_step: int, share: float = 1.0) -> int:
         """Optimizer steps for this many epochs if `share` of all micro-batches come from this plan."""
@@ -57,11 +64,8 @@ class Plan:
     def padding(self, epoch: int = 0) -> float:
         """Fraction of the positions that are padding."""
         clips, _ = self._order(epoch)
-        padded = sum(
-            (end - start) * self.lengths[clips[start:end]].max()
-            for start, end in zip(self.edges[:-1], self.edges[1:], strict=True)
-        )
-        return 1 - self.lengths.sum() / padded
+        longest = np.maximum.reduceat(self.lengths[clips], self.edges[:-1])
+        return 1 - self.lengths.sum() / (np.diff(self.edges) * longest).sum()
 
 
 class Mix:
@@ -83,20 +87,31 @@ class Mix:
         return self.main.micro_batch(number - others)
 
     def longest(self) -> np.ndarray:
-        if self.other.lengths.max() > self.main.lengths.max():
-            return self.other.longest() + len(self.main.lengths)
-        return self.main.longest()
+        main, other = self.main.longest(), self.other.longest() + len(self.main.lengths)
+        return max(main, other, key=lambda clips: len(clips) * self.lengths[clips].max())
 
 
-def _edges(ordered: np.ndarray, budget: int, jitter: float) -> np.ndarray:
+def _order(key: np.ndarray) -> np.ndarray:
+    """What a stable argsort gives. The quick one takes half the time for millions of clips, and orders equal keys
+    differently on different processors, where ranks must agree; jittered keys are hardly ever equal."""
+    order = np.argsort(key)
+    ordered = key[order]
+    return np.argsort(key, kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
+
+
+def _edges(lengths: np.ndarray, budget: int, jitter: float) -> np.ndarray:
     """Where to cut the sorted clips. The k-th clip of a jittered order is at most (1 + jitter) x the k-th length,
     so cutting by that bound keeps every epoch's micro-batches within the budget, and their number constant."""
-    bound = np.minimum(np.floor(ordered * (1 + jitter)).astype(np.int64), ordered[-1])
-    edges = [0]
-    while edges[-1] < len(bound):
-        start = edges[-1]
-        # Largest end with (end - start) * bound[end - 1] <= budget; the product grows with end.
-        most = min(len(bound), start + budget // int(bound[start]))
-        costs = np.arange(1, most - start + 1) * bound[start:most]
-        edges.append(start + max(1, int(np.searchsorted(costs, budget, side="right"))))
-    return np.array(edges)
+    counts = np.bincount(lengths)
+    values = np.flatnonzero(counts)
+    bounds = np.minimum(np.floor(values * (1 + jitter)).astype(np.int64), values[-1])
+    edges, start, end_before = [np.zeros(1, dtype=np.int64)], 0, 0
+    # One length at a time, not one micro-batch: there may be millions of clips, but only thousands of lengths.
+    for bound, end in zip(bounds.tolist(), np.cumsum(counts[values]).tolist(), strict=True):
+        size = max(1, budget // bound)  # clips in a micro-batch whose longest has this length
+        if start + size < end_before:  # none of them fits to the shorter ones
+            edges.append(np.array([end_before]))
+            start = end_before
+        edges.append(np.arange(start + size, end + 1, size))
+        start, end_before = int(edges[-1][-1]) if len(edges[-1]) else start, end
+    return np.concatenate([*edges, [end_before]] if start < end_before else edges)

@@ -25,14 +25,16 @@ def write_report(run: Path) -> Path:
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     records = read_records(run / "metrics.jsonl")
     steps = [record for record in records if "event" not in record]
-    evals = [record for record in records if record.get("event") == "eval"]
+    scores = {record["step"]: record for record in records if record.get("event") == "scores"}
+    evals = [record | scores.get(record["step"], {}) for record in records if record.get("event") == "eval"]
+    ceilings = [record for record in records if record.get("event") == "ceiling"]
     skips = [record for record in records if record.get("event") == "skip"]
     alarms = [record for record in records if record.get("event") == "alarm"]
     parts = [f"<h1>{html.escape(config['recipe'])}: {html.escape(run.name)}</h1>"]
     if skips:
         ids = sorted({name for record in skips for name in record["ids"]})
         parts.append(
-            f"<p class=warn>{len(skips)} steps were skipped because loss or gradient was not finite:"
+            f"<p class=warn>{len(skips)} steps were skipped because loss or gradient was not finite or too high:"
             f" {html.escape(', '.join(ids[:20]))}</p>"
         )
     for alarm in alarms:
@@ -40,7 +42,7 @@ def write_report(run: Path) -> Path:
     if steps:
         parts += ["<h2>Training</h2>", _curves(steps, evals)]
     if evals:
-        parts += ["<h2>Evaluation</h2>", _eval_table(evals)]
+        parts += ["<h2>Evaluation</h2>", _eval_table(evals, ceilings)]
     figures = sorted((run / "figures").glob("*.png"))
     if figures:
         parts += ["<h2>Figures</h2>", *(f"<h3>{html.escape(path.stem)}</h3>{_media(path)}" for path in figures)]
@@ -84,12 +86,16 @@ def _curves(steps: list[dict], evals: list[dict]) -> str:
     return f"<img alt='training curves' src='{_data_uri(image.getvalue(), 'image/png')}'>"
 
 
-def _eval_table(evals: list[dict]) -> str:
+def _eval_table(evals: list[dict], ceilings: list[dict]) -> str:
+    """`ceilings`: what recordings and their codec resynthesis score."""
     names = [name for name in evals[-1] if name not in ("event", "step") and "_channel_" not in name]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ["step", *names])
     lines = [[str(r["step"]), *(f"{r.get(name, nan):.4f}" for name in names)] for r in evals]
     if evals[0]["step"] == 0 and len(evals) > 1:  # what training changed, compared with the untrained base
         lines.append(["last - base", *(f"{evals[-1][name] - evals[0].get(name, nan):+.4f}" for name in names)])
+    for ceiling in ceilings:
+        cells = [f"{ceiling[name]:.4f}" if name in ceiling else "" for name in names]
+        lines.append([html.escape(ceiling["of"]), *cells])
     rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
     return f"<table><tr>{head}</tr>{rows}</table>"
 

@@ -104,8 +104,10 @@ def _shares(folder: Path, engine, key: str) -> list[torch.Tensor]:
     optimizer, stage, shares = engine.optimizer, engine.zero_optimization_stage(), []
 
     def whole(parameter) -> torch.Tensor:
-        value = torch.load(folder / "zero" / optimizer.param_names[parameter] / f"{key}.pt", weights_only=True)
-        return (value["param"] if isinstance(value, dict) else value).flatten()
+        # Mapped, not read: only the part that is copied below comes from the disk, and every rank needs another one.
+        file = folder / "zero" / optimizer.param_names[parameter] / f"{key}.pt"
+        value = torch.load(file, weights_only=True, mmap=True)
+        return (value["param"] if isinstance(value, dict) else value).view(-1)
 
     from common.engine import masters
 

@@ -4,11 +4,14 @@ import dataclasses
 import fcntl
 import importlib.metadata
 import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -33,6 +36,8 @@ from common.runtime import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+NORMS = 64  # gradient norms whose median --max-spike compares with
+NORMS_NEEDED = 8
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandbytes")
 
 
@@ -43,18 +48,35 @@ class Run:
     `best`: step and score of the best checkpoint so far.
     """
 
-    def __init__(self, recipe: str, config: RunConfig, ds: dict, process: Process, fingerprint: dict, steps: int):
-        """`fingerprint`: what the numbers of the run depend on besides the flags; they may not change on resume."""
+    def __init__(
+        self,
+        recipe: str,
+        config: RunConfig,
+        ds: dict,
+        process: Process,
+        fingerprint: dict,
+        steps: int,
+        codec: dict | None = None,
+    ):
+        """`fingerprint`: what the numbers of the run depend on besides the flags; they may not change on resume.
+
+        `codec`: the one that made the training data (codec.py), for the export and for speaking.
+        """
         self.config, self.process = config, process
         self.folder = run_folder(config, recipe, process)
         self.identity = identity(config, stage_of(ds), process, fingerprint)
         self.skips, self.best = 0, None
+        self.norms = deque(maxlen=NORMS)  # gradient norms of the last steps
         self.pending = None  # the checkpoint that is being written
+        self.unscored = None  # the step whose checkpoint gets its score later, see common/sample_scores.py
+        self.at_end = []  # functions to call before the run ends, also after a signal
         self.checkpoint = checkpoint.choose(config.resume, self.checkpoints, process, config.force_resume)
         self.start_step = 0
         if self.checkpoint:
             state = checkpoint.read_state(self.checkpoint, self.identity, config.force_resume)
+            checkpoint.warn_of_another_run(state, self.identity)
             self.start_step, self.best = state["step"], state["best"]
+            self.norms.extend(state.get("norms", []))
             if process.device.type == "cpu" and state["threads"] != torch.get_num_threads():
                 say(f"warning: resuming with {torch.get_num_threads()} threads per rank instead of {state['threads']}:"
                     " sums are added in another order, so losses may differ in their last digits")  # fmt: skip
@@ -62,10 +84,11 @@ class Run:
         warmup = warmup_steps(config.warmup, steps)
         if warmup > 0.3 * steps:
             say(f"warning: the warm-up takes {warmup} of {steps} steps")
-        self.tracker = Tracker(self.folder, process, steps, self.start_step, warmup, config.lr)
+        self.tracker = Tracker(self.folder, process, config, steps, self.start_step, warmup)
         self.tracker.forget_after(self.start_step if self.checkpoint else -1)
         if process.is_main:
-            write_config(self.folder, recipe, config, ds, {"identity": self.identity, "ranks": process.world})
+            facts = {"identity": self.identity, "ranks": process.world, "codec": codec}
+            write_config(self.folder, recipe, config, ds, facts)
 
     @property
     def checkpoints(self) -> Path:
@@ -89,6 +112,7 @@ class Run:
         The loss is what was optimised: the loss sum of all ranks and micro-batches over the target weight of the step.
         """
         self.skips = 0
+        self.norms.append(grad_norm)
         seconds = time.monotonic() - meter.began
         record = {
             "loss": totals.loss_sum / step_weight,
@@ -102,20 +126,48 @@ class Run:
             "step_s": seconds,
             **memory_gb(self.process),
         }
+        record |= {f"grad_norm_{name}": norm for name, norm in totals.norms.items()}
         self.tracker.step(step, record | {f"loss_{name}": float(mean) for name, mean in totals.parts.items()})
 
-    def skip(self, step: int, meter: Meter, all_ids: list[str]) -> None:
-        """Records a step that was not finite on some rank and so was applied on none; too many in a row end the run."""
-        self.skips += 1
-        ids = gather_lists(meter.non_finite_ids(), self.process) or all_ids
-        self.tracker.event("skip", step, ids=ids)
+    def max_norm(self) -> float:
+        """The gradient norm above which the next step is skipped (--max-spike)."""
+        if not self.config.max_spike or len(self.norms) < NORMS_NEEDED:
+            return math.inf
+        return self.config.max_spike * statistics.median(self.norms)
+
+    def skip(self, step: int, meter: Meter, micro_batches: list[dict], grad_norm: float = math.nan) -> None:
+        """Records a step that was applied on no rank, because it was not finite on some rank or its gradient was over
+        `max_norm`. Too many in a row that are not finite end the run.
+
+        `micro_batches`: of all ranks; they are written to skipped/, so that the step can be repeated.
+        """
+        ids = gather_lists(meter.non_finite_ids(), self.process)
+        ids = ids or [name for batch in micro_batches for name in batch["ids"]]
+        self.tracker.event("skip", step, ids=ids, **({"grad_norm": grad_norm} if math.isfinite(grad_norm) else {}))
+        if self.process.is_main:
+            self._write_skipped(step, micro_batches)
+        if math.isfinite(grad_norm):
+            say(f"warning: step {step} skipped, gradient norm {grad_norm:.3g} is over --max-spike"
+                f" {self.config.max_spike:g} times its median; clips: {', '.join(ids[:20])}")  # fmt: skip
+            self.skips = 0
+            self.norms.append(grad_norm)  # a level that lasts becomes the median
+            return
         say(f"warning: step {step} skipped, loss or gradient not finite; clips: {', '.join(ids[:20])}")
+        self.skips += 1
         if self.skips >= self.config.max_skips:
             self.wait_for_checkpoint()
             raise UserError(
                 f"{self.skips} steps in a row were not finite (--max-skips), last with clips {', '.join(ids[:5])};"
                 f" the checkpoints in {self.checkpoints} are from before."
             )
+
+    def _write_skipped(self, step: int, micro_batches: list[dict]) -> None:
+        path = self.folder / "skipped" / f"step-{step:08d}.pt"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            torch.save({"step": step, "micro_batches": micro_batches}, path)
+        except OSError as error:
+            say(f"warning: {path} could not be written: {error.strerror}")
 
     def is_best(self, step: int, score: float | None) -> bool:
         """Whether this evaluation is the best so far: lower is better, None never is. Remembers it if so.
@@ -143,11 +195,28 @@ class Run:
         began = time.monotonic()
         self.wait_for_checkpoint()
         state = {"step": step, "identity": self.identity, "best": self.best, "loop_state": loop_state or {}}
-        state["threads"] = torch.get_num_threads()
+        state |= {"threads": torch.get_num_threads(), "norms": list(self.norms)}
         self.pending = checkpoint.save(
-            self.checkpoints, engine, state, ema, self.process, self.config.keep, score, rank_state, background=True
+            self.checkpoints,
+            engine,
+            state,
+            ema,
+            self.process,
+            self.config.keep,
+            score,
+            rank_state,
+            background=True,
+            keep_every=self.config.keep_every,
+            unscored=step == self.unscored,
         )
         self.tracker.event("checkpoint", step, path=str(self.pending.path), stall_s=time.monotonic() - began)
+
+    def set_score(self, step: int, score: float | None) -> None:
+        """Enters the score of a checkpoint that was saved without one. Every rank must call it."""
+        self.wait_for_checkpoint()
+        self.is_best(step, score)
+        if self.process.is_main:
+            checkpoint.set_score(self.checkpoints, step, score, self.config.keep, self.config.keep_every)
 
     def wait_for_checkpoint(self) -> None:
         if self.pending:
@@ -155,32 +224,34 @@ class Run:
         self.pending = None
 
     def load_best(self, engine, ema, step: int) -> dict:
-        """Restores the best checkpoint for the export, and returns which it is and why: {"step", "score"}.
+        """Restores the best checkpoint for the export, and returns which it is and why: {"step", "score", "why"}.
 
         `step`: the last one, which stays loaded if it is the best or if no evaluation gave a score.
         """
         self.wait_for_checkpoint()
         if not self.best or self.best["step"] == step:
-            return {"step": step, "score": self.best and self.best["score"]}
+            return chosen_facts(step, self.best and self.best["score"], self.config)
         path = self.checkpoints / f"step-{self.best['step']:08d}"
         checkpoint.load(path, engine, ema, self.process, self.identity, self.config.force_resume)
         say(f"the best checkpoint is of step {self.best['step']}, with a score of {self.best['score']:.4f}")
-        return dict(self.best)
+        return chosen_facts(self.best["step"], self.best["score"], self.config)
 
     def first_eval(self) -> dict:
         """The evaluation before the first step, which later ones are compared with; the same on every rank. After a
         resume it is read from metrics.jsonl."""
 
-        def read() -> dict:
-            lines = self.tracker.path.read_text(encoding="utf-8").splitlines() if self.tracker.path.exists() else []
-            evals = [record for record in map(json.loads, lines) if record.get("event") == "eval"]
-            return next((record for record in evals if record["step"] == 0), {})
+        return on_main(lambda: self.events("eval").get(0, {}), self.process)
 
-        return on_main(read, self.process)
+    def events(self, name: str, key: str = "step") -> dict:
+        """The events of this name in metrics.jsonl, by step or by another of their values. For the main rank."""
+        lines = self.tracker.path.read_text(encoding="utf-8").splitlines() if self.tracker.path.exists() else []
+        return {record[key]: record for record in map(json.loads, lines) if record.get("event") == name}
 
     def stop(self, step: int) -> None:
         """Ends a run after a signal, once it is saved."""
         self.wait_for_checkpoint()
+        for end in self.at_end:
+            end()
         self.tracker.event("preempted", step)
         say(f"stopped by a signal after step {step}; run the same command with --out {self.folder} to continue")
         report_outcome(EXIT_STOPPED)
@@ -191,9 +262,18 @@ class Run:
 
     def finish(self, steps: int) -> None:
         self.wait_for_checkpoint()
+        for end in self.at_end:
+            end()
         self.tracker.event("done", steps)
         self.tracker.close()
         unlock(self.folder)
+
+
+def chosen_facts(step: int, score: float | None, config: RunConfig) -> dict:
+    """What an export says about its checkpoint; `score` None: no evaluation gave one, so it is the last."""
+    best_by = getattr(config, "best_by", "loss")
+    why = "the last: no evaluation gave a score" if score is None else f"the best by {best_by}"
+    return {"step": step, "score": score, "why": why}
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------

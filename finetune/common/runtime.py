@@ -19,6 +19,14 @@ from common.config import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 
 DEFAULT_PORT = "29500"
 
+# OpenMP's threads spin for milliseconds while they wait for each other, which takes the core that another job needs:
+# two jobs with 2 threads each on 2 cores took 8 x as long. 1000 rounds are microseconds. Read when torch is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+_bar = None  # the progress bar on the terminal; see print_above
+
 
 @dataclass(frozen=True)
 class Process:
@@ -27,7 +35,7 @@ class Process:
     rank: int
     world: int
     device: object  # torch.device
-    resident: int = 0  # bytes of host memory in use before a model was loaded
+    local_rank: int = 0  # number of this rank on its machine
 
     @property
     def is_main(self) -> bool:
@@ -45,9 +53,18 @@ def say(*words) -> None:
         _print(" ".join(map(str, words)), sys.stdout)
 
 
+def print_above(bar) -> None:
+    """From here on lines are printed above this progress bar (tqdm), which stays the last line; None ends that."""
+    global _bar
+    _bar = bar
+
+
 def _print(text: str, stream) -> None:
     with contextlib.suppress(OSError):  # a terminal that was closed does not end the run
-        print(redact(text), file=stream, flush=True)
+        if _bar is None:
+            print(redact(text), file=stream, flush=True)
+        else:
+            _bar.write(redact(text), file=stream)
 
 
 def redact(text: str) -> str:
@@ -164,21 +181,34 @@ def report_outcome(code: int) -> None:
 # ---- ranks -----------------------------------------------------------------------------------------------------
 
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+OLD_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # its names in older versions of torch
+
+
+def let_segments_grow() -> None:
+    """Makes CUDA memory less fragmented, since every micro-batch has another shape; a user's own setting stays.
+
+    torch reads it at the first allocation on a GPU, so call it before that.
+    """
+    if not any(name in os.environ for name in (ALLOCATOR, *OLD_ALLOCATOR)):
+        os.environ[ALLOCATOR] = "expandable_segments:True"
+
+
 def init_process(timeout_minutes: float = 30) -> Process:
     """Joins the process group that the launcher set up; started with plain `python`, this is the only rank."""
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed checkpoints are pickles
+    let_segments_grow()
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", DEFAULT_PORT)
     rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    ranks_here = int(os.environ.get("LOCAL_SIZE", world))
     # DeepSpeed compiles its operators with the first ninja in PATH. One of another version than the environment's own
     # considers the compiled operators stale and rebuilds them, which takes a minute each time.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     note = Path(tempfile.gettempdir()) / f"audio-finetune-port-{os.getuid()}-{os.getppid()}"
-    if os.environ["MASTER_PORT"] == DEFAULT_PORT and ranks_here == world:
+    if os.environ["MASTER_PORT"] == DEFAULT_PORT and ranks_here() == world:
         os.environ["MASTER_PORT"] = _agree_on_free_port(rank, world, note)
 
     import deepspeed
@@ -187,18 +217,45 @@ def init_process(timeout_minutes: float = 30) -> Process:
 
     deepspeed.utils.logger.setLevel("WARNING")
     accelerator = get_accelerator()
+    number = local_rank
+    if accelerator.device_name() == "cuda":
+        number = device_number(local_rank, accelerator.device_count())
+        os.environ["LOCAL_RANK"] = str(number)  # where DeepSpeed looks for the number of the device
     if accelerator.device_name() != "cpu":
-        accelerator.set_device(local_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:
+        accelerator.set_device(number)
+    if "OMP_NUM_THREADS" not in os.environ:
         # If every rank starts one thread per core, they fight for the cores: 2 ranks on 2 cores ran at half speed.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+        torch.set_num_threads(cores_per_rank())
+        # An optimizer on the CPU (offload) is compiled against an OpenMP of its own, which is loaded later.
+        os.environ["OMP_NUM_THREADS"] = str(cores_per_rank())
+        os.environ.setdefault("RAYON_NUM_THREADS", str(cores_per_rank()))  # of the tokenizers
     # On a CPU DeepSpeed would compile its shared-memory collective, which only tensor-parallel inference uses. It needs
     # a C++ compiler, takes a minute once, and leaves 66 MB per rank in /dev/shm after every run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(timeout=timedelta(minutes=timeout_minutes), verbose=False)
     if rank == 0:
         note.unlink(missing_ok=True)
-    return Process(rank, world, torch.device(accelerator.device_name(local_rank)), resident_bytes("VmRSS"))
+    return Process(rank, world, torch.device(accelerator.device_name(number)), local_rank)
+
+
+def ranks_here() -> int:
+    """Number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_SIZE", world_size()))
+
+
+def device_number(local_rank: int, visible: int) -> int:
+    """Which of the visible GPUs a rank takes. With --gpus-per-task=1 SLURM shows each task its own GPU as number 0."""
+    if visible > 1 and local_rank >= visible:
+        raise UserError(f"rank {local_rank} of this machine has no GPU: {visible} are visible; start fewer ranks.")
+    return 0 if visible == 1 else local_rank
+
+
+def cores_per_rank() -> int:
+    """This rank's share of the cores, at least 1."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # SLURM may bind each task to cores of its own: then those that this process may use are already its share.
+    of_the_job = int(os.environ.get("SLURM_CPUS_ON_NODE", mine))
+    return max(1, min(mine, of_the_job // ranks_here()))
 
 
 def _agree_on_free_port(rank: int, world: int, note: Path) -> str:
@@ -284,6 +341,33 @@ def on_main(work, process: Process):
     return result
 
 
+SIGN_OF_LIFE_SECONDS = 20.0
+
+
+def on_main_for_long(work, process: Process) -> None:
+    """Calls `work(tick)` on the main rank only; a UserError is raised on all. `work` calls tick() every few seconds, so
+    that neither --hang-timeout nor the time limit of a collective ends the ranks that wait for it."""
+    last_sign = time.monotonic()
+
+    def tick() -> None:
+        nonlocal last_sign
+        still_alive()
+        if time.monotonic() - last_sign > SIGN_OF_LIFE_SECONDS:
+            last_sign = time.monotonic()
+            from_main("not yet", process)
+
+    answer = None
+    if process.is_main:
+        try:
+            work(tick)
+        except UserError as error:
+            answer = str(error)
+    while (told := from_main(answer, process)) == "not yet":
+        still_alive()
+    if told:
+        raise UserError(told)
+
+
 def memory_gb(process: Process) -> dict:
     """Peak memory of this process: on the GPU, or resident memory on a CPU machine."""
     if process.device.type == "mps":
@@ -302,9 +386,32 @@ def memory_gb(process: Process) -> dict:
 
 
 def free_memory() -> float:
-    """Bytes of host memory that are available without swapping."""
+    """Bytes of host memory that are available without swapping, to this machine and to this job's cgroup."""
     line = re.search(rb"^MemAvailable:\s+(\d+) kB", _proc("", "meminfo"), re.M)
-    return int(line[1]) * 1024 if line else float("inf")
+    return min(int(line[1]) * 1024 if line else float("inf"), cgroup_room(_proc("self", "cgroup").decode()))
+
+
+def cgroup_room(cgroups: str, root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that the memory limits of these control groups (lines of /proc/self/cgroup) and of their parents leave."""
+    room = float("inf")
+    for line in cgroups.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":  # version 2
+            top, limit, usage = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            top, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = top / path.strip("/")
+        for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
+            try:  # in a container the path may be the host's; then only the top exists here
+                allowed, used = int((group / limit).read_text()), int((group / usage).read_text())
+                # File cache counts as used but is given back.
+                cache = re.findall(r"^(?:total_)?inactive_file (\d+)$", (group / "memory.stat").read_text(), re.M)
+            except (OSError, ValueError):  # ValueError: "max"
+                continue
+            room = min(room, allowed - used + int(cache[-1] if cache else 0))
+    return room
 
 
 def resident_bytes(field: str) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.runtime import Process
+from common.sample_scores import asked
 
 DECODER = Path(__file__).resolve().parents[2] / "data" / "decode.py"
 
@@ -36,26 +37,52 @@ def take_samples(prompts: list[dict], speak, folder: Path, process: Process, all
     return write_all(folder, share, spoken)
 
 
+def choose_prompts(clips) -> list[dict]:
+    """The evaluation clips that samples are made of, the same at every step."""
+    count = min(clips.config.samples, len(clips))
+    chosen = np.unique(np.linspace(0, len(clips) - 1, num=count, dtype=int))
+    return [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
+
+
 def make_and_decode(
-    prompts: list[dict],
-    speak,
-    recorded,
-    codec: str | None,
-    run: Path,
-    step: int,
-    process: Process,
-    all_ranks_must_join: bool,
+    clips, prompts: list[dict], speak, run: Path, step: int, process: Process, all_ranks_must_join: bool
 ) -> list:
-    """Makes the samples of one step and, once per run, those of `recorded(prompt)`, the codec's ceiling; returns the
+    """Makes the samples of one step and, once per run, those of the recordings, the codec's ceiling; returns the
     decoder processes it started."""
-    board = run / "tensorboard"
+    board, codec, decoders = run / "tensorboard", codec_of(clips), []
+    if process.is_main:
+        decoders.append(start_decoder(write_recorded(clips, prompts, run / "samples"), codec, board, 0))
     files = take_samples(prompts, speak, run / "samples" / f"step-{step:08d}", process, all_ranks_must_join)
-    decoders = [start_decoder(files, codec, board, step)]
-    truth = run / "samples" / "recorded"
-    if process.is_main and not truth.exists():
-        files = write_all(truth, prompts, [(recorded(prompt), {}) for prompt in prompts])
-        decoders.append(start_decoder(files, codec, board, 0))
-    return decoders
+    return [*decoders, start_decoder(files, codec, board, step)]
+
+
+def codec_of(clips) -> str | None:
+    """The codec to decode samples with; None if data/watch.py decodes them."""
+    return None if asked(clips.config) else clips.tokens.info["weights"]
+
+
+def write_recorded(clips, prompts: list[dict], folder: Path) -> list[Path]:
+    """Writes the codes of the prompts' clips to recorded/, and copies their own files, if they are known, to original/.
+    Returns the files of codes; none if all are there."""
+    tokens, truth = clips.tokens, folder / "recorded"
+    if all((truth / f"{prompt['name']}.json").exists() for prompt in prompts):
+        return []
+    sources = source_files(tokens)
+    for prompt in prompts:
+        source = sources.get(tokens.label("source", clips.kept[prompt["index"]]) or "")
+        if source and source.suffix == ".wav" and source.is_file():
+            original = folder / "original"
+            original.mkdir(parents=True, exist_ok=True)
+            (original / f"{prompt['name']}.json").write_text(json.dumps(prompt), encoding="utf-8")
+            (original / f"{prompt['name']}.wav").write_bytes(source.read_bytes())
+    return write_all(truth, prompts, [(tokens.codes(clips.kept[prompt["index"]]), {}) for prompt in prompts])
+
+
+def source_files(tokens) -> dict[str, Path]:
+    """The file that data/encode.py read for each value of the column `source`; only for clips that are whole files."""
+    path = tokens.folder / "sources.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {f"{sha256}:None:None": Path(place) for place, _, sha256 in map(json.loads, lines)}
 
 
 def write_all(folder: Path, prompts: list[dict], spoken: list) -> list[Path]:

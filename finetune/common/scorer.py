@@ -5,7 +5,6 @@ nothing twice, and hold no CUDA context.
 """
 
 import ctypes
-import os
 import signal
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -15,7 +14,7 @@ import numpy as np
 
 from common import speech_metrics
 from common.config import UserError
-from common.runtime import still_alive
+from common.runtime import cores_per_rank, still_alive
 
 TIMEOUT = 120.0  # seconds for one score, which takes 0.1
 PR_SET_PDEATHSIG = 1
@@ -30,8 +29,7 @@ def _start_worker() -> None:
 
 def processes_per_rank() -> int:
     """The rank's share of the cores, minus one that it computes or loads data with."""
-    ranks_here = int(os.environ.get("LOCAL_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here - 1)
+    return max(1, cores_per_rank() - 1)
 
 
 class Scorer:

@@ -9,7 +9,7 @@ import torch
 
 from common.config import RunConfig, UserError
 from common.engine import LossModule
-from common.runtime import Process
+from common.runtime import Process, let_segments_grow
 
 DS = {"zero_optimization": {"stage": 0}}  # all that stage_of, build_optimizer and the memory prediction read
 
@@ -18,6 +18,7 @@ def one_process(config: RunConfig) -> Process:
     """This process as the only rank, on the best device there is."""
     if config.precision != "fp32":
         raise UserError("--no-deepspeed keeps no fp32 master weights next to bf16 ones: add --precision fp32.")
+    let_segments_grow()
     if torch.cuda.is_available():
         device = "cuda"
     else:

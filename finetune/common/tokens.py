@@ -8,6 +8,7 @@ import numpy as np
 
 from common.arrow import ArrowDataset, flat_views
 from common.config import UserError
+from common.runtime import Process, on_main_for_long
 
 HELD_OUT = ["eval", "dev", "val", "valid", "validation", "test"]  # values of `split` that are never trained on
 
@@ -28,9 +29,12 @@ class TokenDataset(ArrowDataset):
         what = f"frames x {self.channels} codes"
         self._values, self._chunk, self._start = flat_views(self.table.column("codes"), lengths, self, what)
 
-    def column(self, name: str):
-        """A whole Arrow column; None if the dataset has no column of this name."""
-        return self._columns.get(name)
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.frames
+
+    def sound(self, i: int) -> np.ndarray:
+        return self.codes(i)
 
     def label(self, name: str, i: int) -> str | None:
         return self.value(name, i) if name in self._columns else None
@@ -38,23 +42,56 @@ class TokenDataset(ArrowDataset):
     def text(self, i: int) -> str:
         return self.value("text", i) or ""
 
+    def texts(self, i: int) -> list[str]:
+        """All texts of a clip: `text` alone, unless the dataset has the column `texts`, whose first one that is."""
+        several = self.value("texts", i) if "texts" in self._columns else None
+        return [text for text in several or () if text] or [self.text(i)]
+
     def codes(self, i: int) -> np.ndarray:
         start = self._start[i]
         flat = self._values[self._chunk[i]][start : start + self.frames[i] * self.channels]
         return flat.reshape(-1, self.channels)
 
+    def weights(self) -> np.ndarray | None:
+        """What each clip's loss is multiplied by, from the column `weight`; None without that column."""
+        if "weight" not in self._columns:
+            return None
+        try:
+            weights = self._columns["weight"].to_numpy().astype(np.float64)
+        except (TypeError, ValueError):
+            raise UserError(f"{self.folder}: the column `weight` does not hold numbers.") from None
+        bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+        if len(bad):
+            clip, weight = self.id(bad[0]), self.value("weight", bad[0])
+            raise UserError(f"{self.folder}: clip {clip!r} has the weight {weight}; a weight is a number, 0 or more.")
+        if not weights.any():
+            raise UserError(f"{self.folder}: the column `weight` is 0 for every clip.")
+        return weights
+
     def long_texts(self, limit: int) -> np.ndarray:
-        """Indices of the texts with more than `limit` UTF-8 bytes, found without a Python string per clip."""
+        """Indices of the clips with a text of more than `limit` UTF-8 bytes, without a Python string per clip."""
         import pyarrow.compute as pc
 
-        return np.flatnonzero(pc.binary_length(self._columns["text"]).to_numpy() > limit)
+        return self._rows_where(lambda texts: pc.greater(pc.binary_length(texts), limit))
 
     def texts_matching(self, pattern: str) -> np.ndarray:
-        """Indices of the texts that match a regular expression (RE2)."""
+        """Indices of the clips with a text that matches a regular expression (RE2)."""
         import pyarrow.compute as pc
 
-        found = pc.match_substring_regex(self._columns["text"], pattern)
-        return np.flatnonzero(pc.fill_null(found, False).to_numpy())
+        return self._rows_where(lambda texts: pc.match_substring_regex(texts, pattern))
+
+    def _rows_where(self, condition) -> np.ndarray:
+        """Rows whose `text`, or any of whose `texts`, meets a condition on a whole column."""
+        import pyarrow.compute as pc
+
+        def found(texts) -> np.ndarray:
+            return np.flatnonzero(pc.fill_null(condition(texts), False).to_numpy(zero_copy_only=False))
+
+        rows, first = [found(self._columns["text"])], 0
+        for chunk in self._columns["texts"].chunks if "texts" in self._columns else ():
+            rows.append(first + pc.list_parent_indices(chunk).to_numpy()[found(pc.list_flatten(chunk))])
+            first += len(chunk)
+        return np.unique(np.concatenate(rows))
 
     def rows_of_split(self, train: bool) -> np.ndarray:
         """The rows to train on, or to evaluate on, according to the column `split`; all rows without that column."""
@@ -78,11 +115,11 @@ class TokenDataset(ArrowDataset):
                     f" {wanted!r}; encode the audio again with the model's codec."
                 )
 
-    def verify(self) -> None:
-        """Checks checksums and code ranges, and looks for empty clips and duplicate ids."""
-        self.verify_files()
+    def check_rows(self, tick) -> None:
+        """Looks for codes outside the codebook and for empty clips."""
         size = self.info["codebook_size"]
         for number, values in enumerate(self._values):
+            tick()
             bad = np.flatnonzero((values < 0) | (values >= size))
             if len(bad):
                 rows = np.flatnonzero(self._chunk == number)
@@ -92,3 +129,10 @@ class TokenDataset(ArrowDataset):
                 )
         if (self.frames <= 0).any():
             raise UserError(f"{self.folder}: clip {self.id(int(np.argmin(self.frames)))!r} is empty.")
+
+
+def open_tokens(path: str, process: Process) -> TokenDataset:
+    """A token dataset, which the main rank has checked for damage."""
+    tokens = TokenDataset(path)
+    on_main_for_long(tokens.verify, process)
+    return tokens

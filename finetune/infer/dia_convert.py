@@ -3,14 +3,11 @@
     python finetune/infer/dia_convert.py native dia-v0_1.pth my-dia                  import the authors' own release
     python finetune/infer/dia_convert.py stereo my-dia my-stereo-dia                 widen 9 channels to 18
     python finetune/infer/dia_convert.py average mean-dia runs/x/checkpoints/step-*  average checkpoints or models
-    python finetune/infer/dia_convert.py export runs/x my-dia                        best checkpoint of a dia_full run
 
-./launch.sh convert takes the same arguments; ./launch.sh convert --run runs/x --out my-dia is `export`.
+./launch.sh convert takes the same arguments. Checkpoints of a run are exported by convert.py.
 """
 
 import argparse
-import json
-import math
 import sys
 from pathlib import Path
 
@@ -33,9 +30,6 @@ def parse_args():
     average = verbs.add_parser("average", help="average checkpoints of dia_full or model folders")
     average.add_argument("out", type=Path)
     average.add_argument("sources", type=Path, nargs="+")
-    export = verbs.add_parser("export", help="write the best checkpoint of a dia_full run, or else its newest")
-    export.add_argument("run", type=Path)
-    export.add_argument("out", type=Path)
     return parser.parse_args()
 
 
@@ -50,10 +44,6 @@ def convert(args) -> None:
         dia_weights.import_native(args.file, args.out)
     elif args.verb == "average":
         dia_weights.average(args.sources, args.out)
-    elif args.verb == "export":
-        checkpoint = best_checkpoint(args.run)
-        print(f"exporting {checkpoint}")
-        dia_weights.average([checkpoint], args.out)
     else:
         model = dia_weights.load_dia(args.model, torch.float32)
         channels = model.config.decoder_config.num_channels
@@ -61,24 +51,6 @@ def convert(args) -> None:
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
         dia_weights.write_model(args.out, model, weights, args.model, {}, {"widened_from": channels})
     print(f"model in {args.out}")
-
-
-def best_checkpoint(run: Path) -> Path:
-    """The checkpoint with the lowest score; the newest where none has a score."""
-    from common.checkpoint import read_index
-
-    try:
-        config = json.loads((run / "config.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"{run} is not a run folder: it holds no usable config.json.") from None
-    entries = read_index(run / "checkpoints")
-    if not entries:
-        raise UserError(f"{run} holds no checkpoints.")
-    if config["ema"]:  # the score belongs to the averaged weights, which the recipe exports when the run finishes
-        print("warning: the run has --ema; this exports the weights without the moving average", file=sys.stderr)
-    scored = [entry for entry in entries if entry["score"] is not None and math.isfinite(entry["score"])]
-    best = min(scored, key=lambda entry: entry["score"]) if scored else entries[-1]
-    return run / "checkpoints" / best["name"]
 
 
 def main() -> None:

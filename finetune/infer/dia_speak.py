@@ -2,6 +2,8 @@
 
     python finetune/infer/dia_speak.py --adapter runs/my-voice/export --text "[S1] Hello." --wav hello.wav
     python finetune/infer/dia_speak.py --model runs/my-dia/export --text "[S1] Hello." --wav hello.wav
+    python finetune/infer/dia_speak.py --model nari-labs/Dia-1.6B-0626 --voice me.wav --voice-text "[S1] What I say." \\
+        --text-file story.txt --wav story.wav
     python finetune/infer/dia_speak.py --adapter runs/my-voice/export --merge my-voice-dia
 
 ./launch.sh speak --run runs/my-voice does the same and finds the export by itself.
@@ -9,7 +11,7 @@
 
 import argparse
 import json
-import subprocess
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.config import EXIT_USER_ERROR, UserError
+from common.data_commands import require_folder_of
+from models.dia.flags import GUIDANCE, TEMPERATURE, TOP_K, TOP_P
+
+PAUSE = 0.2  # seconds of silence between the parts of a long text
 
 
 def parse_args():
@@ -25,29 +31,36 @@ def parse_args():
     )
     parser.add_argument("--adapter", help="folder that dia_lora.py exported")
     parser.add_argument("--model", help="model folder or hub id; default: the base model of the adapter")
-    parser.add_argument("--text", help="text to speak")
+    parser.add_argument("--text", help="text to speak; a long one is split at the ends of sentences")
+    parser.add_argument("--text-file", type=Path, help="file with the text, instead of --text")
+    parser.add_argument("--voice", type=Path, help="recording whose voice speaks, best of 5 to 10 s")
+    parser.add_argument("--voice-text", help="transcript of that recording")
     parser.add_argument("--wav", type=Path, help="audio file to write")
-    parser.add_argument("--codec", help="DAC codec: hub id or folder; default: the one in the model's processor")
-    parser.add_argument("--seconds", type=float, default=20.0, help="longest output (default: %(default)s)")
-    parser.add_argument("--greedy", action="store_true", help="take the most likely codes instead of sampling")
-    parser.add_argument("--temperature", type=float, default=1.3, help="at least 1 (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="nucleus sampling (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=45, help="sample from the k most likely (default: %(default)s)")
+    parser.add_argument("--codec", help="DAC codec: hub id, folder or .pth file; default: that of the training data")
     parser.add_argument(
-        "--guidance", type=float, default=3.0, help="classifier-free guidance scale; 1 = off (default: %(default)s)"
+        "--seconds", type=float, default=20.0, help="longest output per part of the text (default: %(default)s)"
+    )
+    parser.add_argument("--greedy", action="store_true", help="take the most likely codes instead of sampling")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE, help="at least 1 (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=TOP_P, help="nucleus sampling (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=TOP_K, help="sample from the k most likely (default: %(default)s)")
+    parser.add_argument(
+        "--guidance",
+        type=float,
+        default=GUIDANCE,
+        help="classifier-free guidance scale; 1 = off (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
     parser.add_argument("--merge", type=Path, help="write base + adapter as one model folder instead of speaking")
     return parser.parse_args()
 
 
-def load_trained(args):
-    """The model in fp32, with its adapter if there is one; its base; the tag map and flags it was trained with."""
-    import torch
+def load_trained(args, dtype):
+    """The model, with its adapter if there is one; its base; the tag map and flags it was trained with."""
     from peft import PeftModel
 
     from models.dia.layout import read_tag_map
-    from models.dia.weights import load_dia
+    from models.dia.weights import load_dia, needs_widening, widen
 
     base, folder = args.model, Path(args.adapter or args.model)
     if args.adapter:
@@ -59,7 +72,9 @@ def load_trained(args):
     tags, training = folder / "tag_map.json", folder / "training_config.json"
     tag_map = read_tag_map(str(tags) if tags.exists() else "")
     flags = json.loads(training.read_text(encoding="utf-8")) if training.exists() else {}
-    model = load_dia(base, torch.float32)
+    model = load_dia(base, dtype)
+    if needs_widening(base, flags.get("channels", 0)):
+        widen(model, {"zero_optimization": {"stage": 0}})
     if args.adapter:
         model = PeftModel.from_pretrained(model, str(folder))
     return model.eval(), base, tag_map, flags
@@ -71,79 +86,116 @@ def merge(args) -> None:
         raise UserError("--merge needs --adapter: a model folder has no adapter to merge.")
     if args.merge.exists():
         raise UserError(f"--merge {args.merge} exists already.")
-    model, base, tag_map, flags = load_trained(args)
+    import torch
+
+    from common.codec import recorded_codec
     from models.dia.weights import write_model
+
+    model, base, tag_map, flags = load_trained(args, torch.float32)
 
     model = model.merge_and_unload()
     training = flags | {"recipe": "dia_lora", "merged": [base, args.adapter]}
-    write_model(args.merge, model, model.state_dict(), base, tag_map, training)
+    codec = recorded_codec(Path(args.adapter))
+    write_model(args.merge, model, model.state_dict(), base, tag_map, training, codec)
     print(f"merged model in {args.merge}")
 
 
 def say_text(args) -> None:
-    if not args.wav.parent.is_dir():
-        raise UserError(f"--wav {args.wav}: the folder {args.wav.parent} does not exist.")
+    require_folder_of(args.wav)
     if args.temperature < 1:
         raise UserError(f"--temperature {args.temperature:g} must be 1 or above: transformers samples Dia no lower.")
     if args.guidance < 1:
         raise UserError(f"--guidance {args.guidance:g} must be 1 (off) or above.")
     if not args.seconds > 0:
         raise UserError(f"--seconds {args.seconds:g} must be above 0.")
+    if bool(args.voice) != bool(args.voice_text):
+        raise UserError("--voice and --voice-text go together: the model needs the transcript of the recording.")
     import numpy as np
     import torch
 
+    from common.codec import find_codec, recorded_codec
+    from common.data_commands import encode_recording, run_data
+    from common.hub import inference_dtype
     from common.lora import base_model
-    from models.dia.generate import speak
+    from models.dia.generate import sampling, speak_parts
     from models.dia.layout import layout_of, text_bytes, with_speaker
+    from models.dia.weights import expected_codec
 
-    model, base, tag_map, flags = load_trained(args)
+    model, base, tag_map, training = load_trained(args, inference_dtype())
     layout = layout_of(base_model(model).config)
-    ids = text_bytes(with_speaker(args.text, flags.get("text_mode", "speech")), tag_map, "--text")
-    if not 0 < len(ids) <= layout.max_text:
-        raise UserError(f"--text has {len(ids)} bytes; the model takes 1 to {layout.max_text}.")
-    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    if args.guidance > 1:
-        sampling["guidance_scale"] = args.guidance
-    codec = args.codec or codec_of(base)
+    mode = training.get("text_mode", "speech")
+    text, before = with_speaker(read_text(args), mode), with_speaker(args.voice_text, mode) if args.voice else ""
+    size, words = len(text_bytes(text, tag_map, "--text")), text.split() if mode == "speech" else [text]
+    if not size or max(len(text_bytes(word, tag_map, "--text")) for word in words) > layout.max_text:
+        raise UserError(f"--text has {size} bytes; the model takes 1 to {layout.max_text}, and a word is not split.")
+    options = sampling(args.greedy, args.temperature, args.top_p, args.top_k, args.guidance)
+    codec = find_codec(args.codec, recorded_codec(Path(args.adapter or args.model)) or expected_codec(base))
     rate = codec_frame_rate(codec)
     frames = min(int(args.seconds * rate), layout.max_positions - layout.tail - 1)  # the model has no positions beyond
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    [(codes, ended)] = speak(model, [ids], frames, args.seed, **({} if args.greedy else sampling))
-    if not len(codes):
-        raise UserError("the model ended at once and said nothing; try another --seed or a longer --text.")
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "speech.npy"
-        np.save(file, codes, allow_pickle=False)
-        decoder = Path(__file__).resolve().parents[2] / "data" / "decode.py"
-        command = [sys.executable, decoder, "--codec-weights", codec, file]
-        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-            raise UserError(f"--codec {codec} could not decode the speech; see its message above.")
-        try:
-            args.wav.write_bytes(file.with_suffix(".wav").read_bytes())
-        except OSError as error:
-            raise UserError(f"--wav {args.wav} cannot be written ({error.strerror}).") from None
-    print(f"{len(codes) / rate:.2f} s in {args.wav}{'' if ended else ' (cut off before the speech ended)'}")
+        scratch, files, cut = Path(scratch), [], False
+        stereo = ["--stereo"] * (layout.delay.count(0) == 2)  # left and right each begin without a delay
+        voice = encode_recording(args.voice, "--voice", "dac", codec, *stereo) if args.voice else None
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        parts = speak_parts(model, text, mode, tag_map, frames, rate, args.seed, voice, before, **options)
+        for number, (part, codes, ended, left) in enumerate(parts, 1):
+            cut |= not ended
+            if left or number > 1:
+                says = f"{len(codes) / rate:.2f} s" if len(codes) else f"nothing was said of {part!r}"
+                print(f"part {number} of {number + left}: {says}{'' if ended else ' (cut off)'}", flush=True)
+            if len(codes):
+                files.append(scratch / f"part-{number:06d}.npy")
+                np.save(files[-1], codes, allow_pickle=False)
+        if not files:
+            raise UserError("the model ended at once and said nothing; try another --seed or a longer --text.")
+        run_data("decode.py", "--codec-weights", codec, *files)
+        seconds = join_waves([file.with_suffix(".wav") for file in files], args.wav)
+    print(f"{seconds:.2f} s in {args.wav}{' (cut off before the speech ended)' if cut else ''}")
 
 
-def codec_of(model: str) -> str:
-    """Hub id or folder of the codec that the model's processor names; else the codec of the published Dia."""
-    from transformers.utils import cached_file
+def read_text(args) -> str:
+    if not args.text_file:
+        return args.text
+    try:
+        text = " ".join(args.text_file.read_text(encoding="utf-8-sig").split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text-file {args.text_file} cannot be read as UTF-8 text ({error}).") from None
+    if not text:
+        raise UserError(f"--text-file {args.text_file} is empty.")
+    return text
 
-    from models.dia.weights import CODEC
 
-    path = cached_file(model, "processor_config.json", _raise_exceptions_for_missing_entries=False)
-    processor = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    return processor.get("audio_tokenizer", {}).get("audio_tokenizer_name_or_path") or CODEC["name"]
+def join_waves(files: list[Path], out: Path) -> float:
+    """Writes the parts as one file, with a short silence between them; returns its seconds."""
+    import numpy as np
+    import soundfile
+
+    waves = []
+    for file in files:
+        wave, rate = soundfile.read(file, dtype="int16", always_2d=True)
+        waves += [wave, np.zeros((int(PAUSE * rate), wave.shape[1]), dtype=np.int16)]
+    wave = np.concatenate(waves[:-1])
+    try:
+        with open(out, "wb") as stream:
+            soundfile.write(stream, wave, rate, subtype="PCM_16", format="WAV")
+    except OSError as error:
+        raise UserError(f"--wav {out} cannot be written ({error.strerror}).") from None
+    return len(wave) / rate
 
 
-def codec_frame_rate(codec: str) -> float:
+def codec_frame_rate(codec: Path) -> float:
+    """Frames per second of a DAC: a Hugging Face folder, or the .pth file of descript-audio-codec."""
+    import torch
     from transformers import DacConfig
 
     try:
-        config = DacConfig.from_pretrained(codec, local_files_only=Path(codec).is_dir())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--codec {codec}: no usable config.json ({str(error).splitlines()[0]})") from None
-    return config.sampling_rate / config.hop_length
+        if codec.is_file():
+            sizes = torch.load(codec, map_location="cpu", weights_only=True, mmap=True)["metadata"]["kwargs"]
+            return sizes["sample_rate"] / math.prod(sizes["encoder_rates"])
+        config = DacConfig.from_pretrained(codec, local_files_only=True)
+        return config.sampling_rate / config.hop_length
+    except Exception as error:  # a pickle, a cut file, another model
+        raise UserError(f"--codec {codec} is no DAC that can be read ({type(error).__name__}).") from None
 
 
 def main() -> None:
@@ -153,10 +205,12 @@ def main() -> None:
             raise UserError("give --adapter (from dia_lora.py) or --model (from dia_full.py).")
         if args.merge:
             merge(args)
-        elif args.text and args.wav:
+        elif bool(args.text) != bool(args.text_file) and args.wav:
             say_text(args)
         else:
-            raise UserError("give --text and --wav to speak, or --merge to write a model folder.")
+            raise UserError(
+                "give --text and --wav to speak (--text-file for a file), or --merge to write a model folder."
+            )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)

@@ -45,11 +45,11 @@ def check(args) -> None:
         raise UserError(f"--run {args.run} is not a run folder (no metrics.jsonl).")
     flags = trained_flags(read_record(place)) if place else {}
     changes = {"model": str(place or "")} | ({"eval_data": args.eval_data} if args.eval_data else {})
-    scorer = Scorer(flags.get("pesq_workers", 0))  # forks its processes, which must happen before torch is imported
     if recipe == "cmgan":
+        scorer = Scorer(flags.get("pesq_workers", 0))  # forks its processes, before torch is imported
         check_cmgan(flags, changes, scorer)
     else:
-        check_diffusion_buffer(flags, changes, scorer)
+        check_diffusion_buffer(flags, changes)
 
 
 def check_cmgan(flags: dict, changes: dict, scorer: Scorer) -> None:
@@ -66,13 +66,13 @@ def check_cmgan(flags: dict, changes: dict, scorer: Scorer) -> None:
     diagnose(config.model, config, cmgan.loss_terms, cmgan.loss_weights(config, 1.0), process, scorer)
 
 
-def check_diffusion_buffer(flags: dict, changes: dict, scorer: Scorer) -> None:
+def check_diffusion_buffer(flags: dict, changes: dict) -> None:
     import diffusion_buffer
     from models.diffusion_buffer.diagnose import diagnose
 
     if "eval_data" in changes:
         changes |= {"data": changes["eval_data"]}  # its checks look at the training data, with no network
-    diagnose(build_config(diffusion_buffer.Config, flags, **changes), scorer)
+    diagnose(build_config(diffusion_buffer.Config, flags, **changes), diffusion_buffer.compute_loss)
 
 
 if __name__ == "__main__":

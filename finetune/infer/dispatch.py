@@ -1,5 +1,5 @@
 """Run the script of this folder that fits a trained run: what ./launch.sh does for speak, generate, enhance, diagnose,
-convert and report.
+convert, report and inspect.
 
     python finetune/infer/dispatch.py speak --run runs/my-voice --text "[S1] Hello." --wav hello.wav
 
@@ -23,15 +23,19 @@ SCRIPTS = {
     "generate": {"llama_mot": "mot_generate.py"},
     "enhance": {"cmgan": "enhance.py", "diffusion_buffer": "enhance.py"},
     "diagnose": {"cmgan": "diagnose.py", "diffusion_buffer": "diagnose.py"},
-    "convert": {"dia_full": "dia_convert.py"},
 }
 RECIPES = sorted({recipe for scripts in SCRIPTS.values() for recipe in scripts})
+DIA_FORMATS = ("native", "stereo", "average")  # other verbs of convert, which make a Dia model folder
 
 
 def command_for(verb: str, argv: list[str]) -> list[str]:
     """The script, relative to finetune/, and its arguments."""
     if verb == "report":
         return report_command(argv)
+    if verb == "convert":
+        return ["infer/dia_convert.py" if argv and argv[0] in DIA_FORMATS else "infer/convert.py", *argv]
+    if verb == "inspect":
+        return ["infer/inspect_clip.py", *argv]
     scripts = SCRIPTS[verb]
     recipes = " or ".join(", ".join(scripts).rsplit(", ", 1))
     usage = f"./launch.sh {verb} --run RUN [flags]"
@@ -99,10 +103,6 @@ def script_for(verb: str, recipe: str, source: str) -> str:
 
 def script_arguments(verb: str, given: argparse.Namespace, rest: list[str]) -> list[str]:
     """The arguments with the script's own flags in place of --run."""
-    if verb == "convert":
-        parser = argparse.ArgumentParser(usage="./launch.sh convert --run RUN --out FOLDER", allow_abbrev=False)
-        parser.add_argument("--out", required=True)
-        return ["export", given.run, parser.parse_args(rest).out]
     others = [
         word for name in ("adapter", "model") if getattr(given, name) for word in (f"--{name}", getattr(given, name))
     ]

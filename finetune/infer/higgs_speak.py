@@ -2,6 +2,8 @@
 
     python finetune/infer/higgs_speak.py --adapter runs/my-voices/export --ref voice.wav --ref-text "What it says." \\
         --text "Hello." --wav hello.wav
+    python finetune/infer/higgs_speak.py --adapter runs/my-voices/export --voice a.wav --voice-text "What a says." \\
+        --voice b.wav --voice-text "What b says." --text "[SPEAKER0] Hello. [SPEAKER1] Hi." --wav dialogue.wav
     python finetune/infer/higgs_speak.py --adapter runs/my-voices/export --merge my-higgs
 
 --model instead of --adapter takes a whole model: the export of a full preset, a merged folder, or the base.
@@ -9,7 +11,6 @@
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.config import EXIT_USER_ERROR, UserError
+from common.data_commands import require_folder_of
 
 FRAMES_PER_SECOND = 25  # of the Higgs codec
-DATA = Path(__file__).resolve().parents[2] / "data"
 
 
 def parse_args():
@@ -30,12 +31,27 @@ def parse_args():
     add("--adapter", help="folder that higgs_clone.py exported with a LoRA preset")
     add("--model", help="whole model: hub id or folder; with --adapter: base to use instead of the one it names")
     add("--revision", default="", help="revision of the base on the hub; empty = the adapter's, or the newest")
-    add("--ref", type=Path, help="recording of the voice to clone")
-    add("--ref-text", help="transcript of the recording")
-    add("--text", help="text to speak")
+    add(
+        "--ref",
+        "--voice",
+        dest="ref",
+        type=Path,
+        action="append",
+        default=[],
+        help="recording of the voice to clone; give it again for the second voice of a dialogue",
+    )
+    add(
+        "--ref-text",
+        "--voice-text",
+        dest="ref_text",
+        action="append",
+        default=[],
+        help="transcript of the recording; not needed after training with --voices-in scene",
+    )
+    add("--text", help="text to speak; in a dialogue each turn begins with [SPEAKER0] or [SPEAKER1]")
     add("--scene", help="description of the recording scene (default: a quiet room)")
     add("--wav", help="output file")
-    add("--codec", help="codec: hub id or folder (default: the one that the model names)")
+    add("--codec", help="codec: hub id or folder (default: that of the training data)")
     add("--seconds", type=float, default=20.0, help="maximum length of the output (default: %(default)s)")
     add("--greedy", action="store_true", help="greedy decoding instead of random sampling")
     add("--seed", type=int, default=0, help="seed of the random sampling (default: %(default)s)")
@@ -44,18 +60,15 @@ def parse_args():
         metavar="FOLDER",
         help="merge the adapter into the base and write this model folder instead of speaking",
     )
-    add("--codec-name", help="hub id of the codec, written into the merged folder (default: the published one)")
+    add("--codec-name", default="", help="hub id of the codec, for the merged folder (default: the adapter's codec)")
     return parser.parse_args()
 
 
-def load_tuned(adapter: str | None, base: str | None, revision: str):
-    """The model in fp32, with its adapter if there is one; its base, the base's revision, and whether texts are
-    normalised."""
-    import torch
-
+def load_tuned(adapter: str | None, base: str | None, revision: str, dtype):
+    """The model, with its adapter if there is one; its base, the base's revision, and how prompts are made."""
     from models.higgs.weights import load_higgs
 
-    adapter_config, training = {}, {}
+    adapter_config = {}
     if adapter:
         try:
             adapter_config = json.loads(Path(adapter, "adapter_config.json").read_text(encoding="utf-8"))
@@ -65,33 +78,40 @@ def load_tuned(adapter: str | None, base: str | None, revision: str):
         raise UserError("give --adapter or --model.")
     source = base or adapter_config["base_model_name_or_path"]
     revision = revision or ("" if base else adapter_config.get("revision") or "")
-    file = Path(adapter or base) / "training_config.json"
-    if file.is_file():
-        training = json.loads(file.read_text(encoding="utf-8"))
-    model = load_higgs(source, revision, torch.float32)
+    model = load_higgs(source, revision, dtype)
     if adapter:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter)
-    return model.eval(), source, revision, training.get("normalise_text", True)
+    return model.eval(), source, revision, prompt_settings(adapter or base)
+
+
+def prompt_settings(folder: str | None) -> dict:
+    """How the training made its prompts; the recipe's defaults for a model that it did not train."""
+    file = Path(folder or "", "training_config.json")
+    training = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {"normalise_text": training.get("normalise_text", True), "voices_in": training.get("voices_in", "turns")}
 
 
 def merge(args) -> None:
     """Writes base and adapter as one model folder; complete or absent."""
-    from models.higgs.weights import CODEC, write_model
+    import torch
+
+    from common.codec import recorded_codec
+    from models.higgs.weights import write_model
 
     out = Path(args.merge)
     if out.exists():
         raise UserError(f"--merge {out} exists already.")
     if not args.adapter:
         raise UserError("--merge needs --adapter.")
-    model, source, revision, normalise = load_tuned(args.adapter, args.model, args.revision)
+    model, source, revision, prompts = load_tuned(args.adapter, args.model, args.revision, torch.float32)
     merged = model.merge_and_unload()
-    # What speaking needs to know: the recipe selects this script, and texts are prepared as in training.
-    training = {"recipe": "higgs_clone", "normalise_text": normalise}
+    # What speaking needs to know: the recipe selects this script, and prompts are made as in training.
+    training = {"recipe": "higgs_clone", **prompts}
     training |= {"adapter": args.adapter, "base": source, "revision": revision}
-    codec = CODEC if args.codec_name is None else args.codec_name
-    write_model(out, merged, dict(merged.state_dict()), source, revision, codec, training)
+    codec = recorded_codec(Path(args.adapter))
+    write_model(out, merged, dict(merged.state_dict()), source, revision, args.codec_name, training, codec)
     print(f"merged model in {out}")
 
 
@@ -99,22 +119,30 @@ def say_text(args) -> None:
     import numpy as np
     import torch
 
+    from common.codec import find_codec, recorded_codec
+    from common.data_commands import encode_recording, run_data
+    from common.hub import inference_dtype
     from models.higgs.generate import speak
     from models.higgs.layout import build_row, layout_of
-    from models.higgs.text import Chat
+    from models.higgs.text import Chat, check_speakers
     from models.higgs.weights import codec_of, load_tokenizer
 
-    if bool(args.ref) != bool(args.ref_text):
-        raise UserError("--ref and --ref-text go together: the model needs the transcript of the reference.")
-    model, source, revision, normalise = load_tuned(args.adapter, args.model, args.revision)
+    require_folder_of(Path(args.wav))
+    if prompt_settings(args.adapter or args.model)["voices_in"] == "scene":  # transcripts are not part of the prompt
+        args.ref_text = ["x"] * len(args.ref)
+    if len(args.ref) != len(args.ref_text):
+        raise UserError("--ref and --ref-text go together: the model needs the transcript of each reference.")
+    check_speakers(args.text, len(args.ref), "--text")
+    model, source, revision, prompts = load_tuned(args.adapter, args.model, args.revision, inference_dtype())
     tokenizer = load_tokenizer(source, revision)
-    layout, chat = layout_of(model.config, tokenizer), Chat(tokenizer, normalise)
-    codec = args.codec or codec_of(source, revision)
+    layout, chat = layout_of(model.config, tokenizer), Chat(tokenizer, prompts["normalise_text"], prompts["voices_in"])
+    recorded = recorded_codec(Path(args.adapter or args.model)) or {"place": codec_of(source, revision)}
+    codec = find_codec(args.codec, recorded)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "speech.npy"
-        segments = [encode(args.ref, codec, Path(scratch))] if args.ref else []
-        ref_text = chat.text(args.ref_text, "--ref-text") if args.ref else None
-        [ids] = chat.ids([chat.prompt(chat.text(args.text, "--text"), ref_text, args.scene, answer=False)])
+        text, ref_texts = chat.text(args.text, "--text"), [chat.text(said, "--ref-text") for said in args.ref_text]
+        segments = [encode_recording(voice, "--ref", "higgs", codec) for voice in args.ref]
+        [ids] = chat.ids([chat.prompt(text, ref_texts, args.scene, answer=False)])
         row = build_row("--text", ids, segments, layout, answer=False)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         frames = int(args.seconds * FRAMES_PER_SECOND)
@@ -125,32 +153,6 @@ def say_text(args) -> None:
         run_data("decode.py", "--codec-weights", codec, file)
         Path(args.wav).write_bytes(file.with_suffix(".wav").read_bytes())
     print(f"{len(spoken.codes) / FRAMES_PER_SECOND:.2f} s in {args.wav}{'' if spoken.ended else ' (cut at --seconds)'}")
-
-
-def encode(recording: Path, codec: str, scratch: Path):
-    """Codes (T, K) of a recording, from data/encode.py, which refuses silent, broken and too short files."""
-    import numpy as np
-
-    from common.tokens import TokenDataset
-
-    if not recording.is_file():
-        raise UserError(f"--ref {recording} does not exist.")
-    line = {"id": "reference", "audio": recording.name, "text": "x"}
-    (scratch / "reference.jsonl").write_text(json.dumps(line))
-    out = scratch / "tokens"
-    paths = ["--source", scratch / "reference.jsonl", "--audio-root", recording.parent, "--out", out]
-    run_data("encode.py", "--codec", "higgs", "--codec-weights", codec, "--format", "jsonl", *paths)
-    return np.array(TokenDataset(str(out)).codes(0))
-
-
-def run_data(script: str, *arguments) -> None:
-    """Runs a command of data/ in a separate process, and passes its error message on."""
-    done = subprocess.run(
-        [sys.executable, DATA / script, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise UserError(f"data/{script} failed: {''.join(reason).removeprefix('error: ')}")
 
 
 def main() -> None:

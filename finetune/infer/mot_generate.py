@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.config import EXIT_USER_ERROR, UserError
+from common.data_commands import require_folder_of
 
 
 def parse_args():
@@ -55,12 +56,15 @@ def make_music(args) -> None:
     import numpy as np
     import torch
 
+    from common.codec import codec_identity, find_codec
+    from common.hub import inference_dtype
     from models.mot.data import Tokenizer
     from models.mot.generate import collapse, generate
     from models.mot.layout import code_ids
     from models.mot.weights import load_adapter
 
-    model, description = load_adapter(Path(args.adapter), args.model, torch.float32)
+    require_folder_of(Path(args.wav))
+    model, description = load_adapter(Path(args.adapter), args.model, inference_dtype())
     layout, codec = model.layout, description["codec"]
     if args.guidance != 1 and not description["training"]["text_dropout"]:
         raise UserError(
@@ -68,9 +72,7 @@ def make_music(args) -> None:
         )
     if len(args.temperature) not in (1, layout.codebooks):
         raise UserError(f"--temperature takes 1 or {layout.codebooks} values.")
-    weights = args.codec or codec["weights"]
-    if not weights:
-        raise UserError("--codec is needed: the adapter's config does not name the codec's weights.")
+    weights = find_codec(args.codec, codec_identity(codec))
     prefix = np.zeros((0, layout.codebooks), dtype=np.int64)
     if args.start:
         try:
@@ -104,7 +106,7 @@ def make_music(args) -> None:
     print(f"{len(codes) / rate:.2f} s in {wav}{'' if ended else ' (cut at --seconds)'}")
 
 
-def decode(codes, weights: str, wav: Path) -> None:
+def decode(codes, weights: Path, wav: Path) -> None:
     """Decodes codes with data/decode.py; if that fails, no file is written."""
     import numpy as np
 
@@ -113,7 +115,7 @@ def decode(codes, weights: str, wav: Path) -> None:
         np.save(file, codes, allow_pickle=False)
         decoder = Path(__file__).resolve().parents[2] / "data" / "decode.py"
         if subprocess.run([sys.executable, decoder, "--codec-weights", weights, file], check=False).returncode:
-            raise UserError(f"--codec {weights} could not decode the music; see the message above.")
+            raise UserError(f"the codec {weights} could not decode the music; see the message above.")
         wav.write_bytes(file.with_suffix(".wav").read_bytes())
 
 

@@ -49,7 +49,7 @@ def main() -> None:
 
     def watch(step: int, network) -> None:
         if (step + 1) % args.every == 0:
-            made = enhance_at(network.eval(), noisy, spec, delays)
+            (made,) = enhance_at(network.eval(), [noisy], spec, delays)
             network.train()
             found = "  ".join(f"d {d}: {level(clean, wave):.2f} dB" for d, wave in zip(delays, made, strict=True))
             print(f"step {step + 1}  {time.monotonic() - began:.0f} s  {found}", flush=True)

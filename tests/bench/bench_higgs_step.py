@@ -54,14 +54,15 @@ def main() -> None:
     model.requires_grad_(False)
     model.model.embed_tokens.weight.requires_grad_()  # gradients flow down to the inputs, as with LoRA
     layout = Layout(8, 1024, 1025, audio=2, delay=3, audio_bos=4, pad=0, max_positions=2048)
-    clips = SimpleNamespace(layout=layout, codebook_weights=np.ones(8), config=SimpleNamespace(text_loss=0.0))
+    clips = SimpleNamespace(config=SimpleNamespace(text_loss=0.0))
     draw = np.random.default_rng(0)
 
     def row(name, reference, target):
         ids = np.concatenate([draw.integers(5, 300, 60), [4, 2], draw.integers(5, 300, 60), [4, 2], [1]])
         return build_row(name, ids, [draw.integers(0, 1024, (t, 8)) for t in (reference, target)], layout)
 
-    batch = collate([row(str(i), 250, 250) for i in range(2)], layout)
+    weights = {"codebook_weights": torch.ones(8)}
+    batch = collate([row(str(i), 250, 250) for i in range(2)], layout) | weights
     named = ("input_ids", "attention_mask", "audio_input_ids", "audio_input_ids_mask", "audio_labels")
 
     def own():
@@ -92,7 +93,7 @@ def main() -> None:
     rows = [row(str(i), 125, int(25 * seconds)) for i, seconds in enumerate((2, 5, 9, 20))]
     times = {}
     for packed in (False, True):
-        batch = collate(rows, layout, packed)
+        batch = collate(rows, layout, packed) | weights
         times[packed] = []
         for _ in range(args.rounds):
             began = time.monotonic()

@@ -23,6 +23,7 @@ def sides():
     import torch
     from torch.nn import functional as F
 
+    from common.loss import IGNORE
     from models.mot.layout import Layout, music
     from models.mot.network import AudioHead
 
@@ -35,6 +36,7 @@ def sides():
     codes = np.random.default_rng(0).integers(0, 2048, (FRAMES, 4))
     labels = torch.from_numpy(music(codes, layout, final=False)[2])[:-1]
     hidden = torch.randn(len(labels), WIDTH, requires_grad=True)
+    targets = [(column != IGNORE).nonzero().squeeze(1) for column in labels.T]
     flat = labels.max(1).values
 
     def run(side: str) -> list[float]:
@@ -46,7 +48,7 @@ def sides():
             loss = F.cross_entropy(hidden @ torch.cat([text, weight]).T, flat, reduction="sum")
         else:
             weight = heads[side].weight
-            loss, _ = heads[side](hidden, labels, torch.ones(4))
+            loss, _ = heads[side](hidden, labels, targets, torch.ones(4))
         loss.backward()
         return [float(loss.detach()), float(hidden.grad.norm()), float(weight.grad.norm())]
 

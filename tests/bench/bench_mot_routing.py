@@ -21,7 +21,7 @@ def main() -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from models.mot.network import Route, routed
+    from models.mot.network import route_of, routed
 
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=WIDTH, intermediate_size=4 * WIDTH)
@@ -30,7 +30,7 @@ def main() -> None:
     print(f"{'music':>6} {'mask s':>8} {'routed s':>9} {'mask / routed':>14}")
     for share in (0.5, 0.9, 0.97):
         is_audio = torch.rand(TOKENS) < share
-        route = Route((~is_audio).nonzero().squeeze(1), is_audio.nonzero().squeeze(1))
+        route = route_of(torch.where(is_audio, 1, 0)[None, :, None], torch.ones(1, TOKENS), vocab=1)
         pick = is_audio[None, :, None]
         sides = {
             "mask": lambda pick=pick: torch.where(pick, audio(x), text(x)),

@@ -84,13 +84,13 @@ def saved(template, tmp_path):
     return tmp_path / "checkpoints" / "step-00000003"
 
 
-def save(folder, engine, average, ranks, step, keep=2, score=None):
-    return start_save(folder, engine, average, ranks, step, keep, score, background=False).path
+def save(folder, engine, average, ranks, step, keep=2, score=None, **more):
+    return start_save(folder, engine, average, ranks, step, keep, score, background=False, **more).path
 
 
-def start_save(folder, engine, average, ranks, step, keep=2, score=None, background=True):
+def start_save(folder, engine, average, ranks, step, keep=2, score=None, background=True, **more):
     state = {"step": step, "best": score, "identity": IDENTITY}
-    return checkpoint.save(folder, engine, state, average, ranks, keep, score, background=background)
+    return checkpoint.save(folder, engine, state, average, ranks, keep, score, background=background, **more)
 
 
 def names(folder):
@@ -102,6 +102,17 @@ def listed(folder):
 
 
 # ---- saving and loading ----------------------------------------------------------------------------------------
+
+
+def test_the_files_hold_nothing_that_loading_would_have_to_trust(saved):
+    """Such as an enum, which Python 3.11.2 pickles as a call of getattr: nothing saved with it could be loaded."""
+    unsafe = set()
+    for file in saved.rglob("*.pt"):
+        unsafe |= set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    assert unsafe <= {
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
 
 
 def test_training_goes_on_bitwise_after_loading(saved, ranks):
@@ -162,6 +173,12 @@ def test_without_scores_exactly_keep_are_kept(trained, ranks, tmp_path):
     for step in range(1, 6):
         save(tmp_path, *trained, ranks, step, keep=3)
     assert listed(tmp_path) == [f"step-0000000{n}" for n in (3, 4, 5)]
+
+
+def test_every_so_many_steps_one_is_kept_for_good(trained, ranks, tmp_path):
+    for step in range(1, 8):
+        save(tmp_path, *trained, ranks, step, keep=2, keep_every=3)
+    assert listed(tmp_path) == [f"step-0000000{n}" for n in (3, 6, 7)]
 
 
 def test_a_renamed_checkpoint_is_not_the_projects_any_more(saved, trained, ranks):
@@ -393,7 +410,9 @@ def test_another_run_is_refused_with_the_field_and_both_values_unless_forced(sav
         checkpoint.load(saved, engine, average, ranks, IDENTITY | change)
     assert str(saved) in str(error.value) and "--force-resume" in str(error.value)
     assert all(torch.equal(a, b) for a, b in zip(weights(engine, average), before, strict=True)), "nothing was loaded"
-    assert checkpoint.load(saved, engine, average, ranks, IDENTITY | change, force=True)["step"] == 3
+    state = checkpoint.load(saved, engine, average, ranks, IDENTITY | change, force=True)
+    assert state["step"] == 3 and capsys.readouterr().out == ""
+    checkpoint.warn_of_another_run(state, IDENTITY | change)
     assert words in capsys.readouterr().out
     assert not all(torch.equal(a, b) for a, b in zip(weights(engine, average), before, strict=True))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.config import RunConfig, UserError
-from common.ds_config import offloads_optimizer, resolve_ds, stage_of
+from common.ds_config import BF16_RANKS, fit_buckets, offloads_optimizer, resolve_ds, stage_of
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
 
@@ -119,6 +119,41 @@ def test_without_a_zero_section_nothing_is_sharded(tmp_path):
     assert stage_of(resolve(tmp_path, {}, precision="fp32")) == 0
 
 
-def test_stage_0_in_bf16_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--precision fp32"):
-        resolve(tmp_path, {"zero_optimization": {"stage": 0}}, precision="bf16")
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_would_lose_gradients_in_bf16_is_refused(stage, tmp_path):
+    """DeepSpeed's stage 1 adds micro-batches up in bf16, or, told to use fp32, has other checkpoints than stage 2."""
+    with pytest.raises(UserError, match=f"stage {stage}, which .*: use stage 2 or 3, or --precision fp32"):
+        resolve(tmp_path, {"zero_optimization": {"stage": stage}}, precision="bf16")
+    assert stage_of(resolve(tmp_path, {"zero_optimization": {"stage": stage}}, precision="fp32")) == stage
+
+
+# ---- precision and size of gradient sums --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bf16_gradients_are_added_up_in_fp32_and_sent_in_fp32_between_many_ranks(stage, tmp_path):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    content = {"zero_optimization": {"stage": stage}}
+    few, many = (resolve(tmp_path, content, world=world) for world in (BF16_RANKS, BF16_RANKS + 1))
+    assert few["data_types"] == many["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "communication_data_type" not in few and many["communication_data_type"] == "fp32"
+    found = DeepSpeedConfig(resolve(tmp_path, content | {"communication_data_type": "fp32"}, world=1))
+    assert found.grad_accum_dtype == "fp32" and str(found.communication_data_type) == "torch.float32"
+    assert "data_types" not in resolve(tmp_path, content, precision="fp32")
+
+
+def test_a_users_own_precision_of_sums_stays(tmp_path):
+    content = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}
+    found = resolve(tmp_path, content | {"communication_data_type": "bf16"}, world=64)
+    assert found["data_types"]["grad_accum_dtype"] == found["communication_data_type"] == "bf16"
+
+
+def test_a_bucket_is_no_larger_than_all_gradients_and_then_nothing_overlaps():
+    shipped = resolve_ds("ds_configs/zero2.json", RunConfig(), 2)
+    small, large = fit_buckets(shipped, 10_000_000)["zero_optimization"], fit_buckets(shipped, 10**9)
+    assert small["reduce_bucket_size"] == 10_000_000 and small["overlap_comm"] is False
+    assert large == shipped and shipped["zero_optimization"]["overlap_comm"] is True, "the original stays"
+    sharded = fit_buckets(resolve_ds("ds_configs/zero3.json", RunConfig(), 2), 10_000_000)["zero_optimization"]
+    assert sharded["reduce_bucket_size"] == 10_000_000
+    assert sharded["overlap_comm"] is True, "ZeRO-3 gathers weights ahead with it"

@@ -1,5 +1,6 @@
 """The DeepSpeed engine with one rank against a plain PyTorch loop. More ranks: tests/recipes/test_dia_lora.py."""
 
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from common.engine import (
     backward,
     full_gradient,
     full_weights,
+    squared_norms,
     start_engine,
     take_step,
     trainable,
@@ -93,6 +95,23 @@ def test_steps_equal_a_plain_loop_over_the_whole_batch(tmp_path, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_norms_per_group_are_those_of_a_plain_loop(tmp_path, stage):
+    net = network()
+    for number, rows in ((0, 3), (1, 7)):
+        ((net(batch(number, rows)[0]) - batch(number, rows)[1]).square().sum() / 10).backward()
+    engine = build(tmp_path, stage)
+    engine_step(engine, 0)
+    squares = squared_norms(engine, {"biases": r"\.?bias$", "none": "nothing"}, world=1)
+    of = {"biases": [], "other": []}
+    for name, parameter in net.named_parameters():
+        of["biases" if "bias" in name else "other"].append(parameter.grad)
+    expected = {name: float(nn.utils.get_total_norm(grads)) ** 2 for name, grads in of.items()} | {"none": 0.0}
+    assert {name: float(square) for name, square in squares.items()} == pytest.approx(expected, rel=1e-5)
+    applied, norm = take_step(engine)
+    assert applied and sum(map(float, squares.values())) == pytest.approx(norm**2, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value):
     engine = build(tmp_path, stage)
@@ -109,6 +128,30 @@ def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value):
     engine_step(engine, 1)
     assert take_step(engine)[0] is True
     assert all(w.isfinite().all() and not torch.equal(w, before[name]) for name, w in full_weights(engine).items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_over_the_norm_is_skipped_whole_and_tells_its_norm(tmp_path, stage):
+    net = network()
+    ((net(batch(0, 3)[0]) - batch(0, 3)[1]).square().sum() / 10).backward()
+    ((net(batch(1, 7)[0]) - batch(1, 7)[1]).square().sum() / 10).backward()
+    norm = pytest.approx(float(nn.utils.get_total_norm([p.grad for p in net.parameters()])), rel=1e-5)
+    engine = build(tmp_path, stage)
+    before = full_weights(engine)
+    engine_step(engine, 0)
+    assert take_step(engine, 0.99 * norm.expected) == (False, norm)
+    assert all(torch.equal(w, before[name]) for name, w in full_weights(engine).items())
+    engine_step(engine, 0)
+    assert take_step(engine, 1.01 * norm.expected) == (True, norm)
+    assert all(not torch.equal(w, before[name]) for name, w in full_weights(engine).items())
+    x, y = batch(6, 7)
+    y[0, 0] = float("nan")
+    for _ in range(2):
+        backward(engine, engine((x, y)).loss_sum, 10.0, 1)
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    applied, norm = take_step(engine, 100.0)
+    assert not applied and not math.isfinite(norm), "what is not finite is no spike"
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -133,3 +176,19 @@ def test_the_average_is_the_textbook_one_and_only_borrowed(tmp_path, stage):
         assert float(engine((x, y)).loss_sum) == pytest.approx(float(loss_sum(net, (x, y))), rel=1e-5)
     assert all(torch.equal(w, own[name]) for name, w in full_weights(engine).items())
     assert float(engine((x, y)).loss_sum) == own_loss
+
+
+def test_the_step_divides_once_for_all_ranks():
+    """DeepSpeed averages the gradients over the ranks. An infinite loss must not be trained on, even where its gradient
+    is finite."""
+
+    class Recorder:
+        def backward(self, loss, scale_wrt_gas):
+            assert not scale_wrt_gas
+            loss.backward()
+
+    weight = torch.ones(1, requires_grad=True)
+    backward(Recorder(), 3 * weight.sum(), step_weight=10.0, world=4)
+    assert float(weight.grad) == pytest.approx(3 * 4 / 10)
+    backward(Recorder(), 3 * weight.sum() + float("inf"), step_weight=10.0, world=4)
+    assert bool(weight.grad.isnan())

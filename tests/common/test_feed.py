@@ -21,17 +21,15 @@ def test_batches_come_in_order_whatever_they_take():
 
 
 def test_building_overlaps_with_computing():
-    built, main = [], threading.get_ident()
+    begun = [threading.Event() for _ in range(9)]
+    begun[8].set()
 
     def build(n):
-        built.append((n, threading.get_ident() != main))
-        time.sleep(0.05)
+        begun[n].set()
+        return n
 
-    began = time.monotonic()
-    for _ in prefetch(build, range(8), CPU):
-        time.sleep(0.05)
-    assert time.monotonic() - began < 0.75 * 8 * 0.1
-    assert all(elsewhere for _, elsewhere in built)
+    for n in prefetch(build, range(8), CPU):
+        assert begun[n + 1].wait(timeout=60), "the next batch is built while this one is used"
 
 
 def test_no_more_than_depth_batches_wait():
@@ -54,6 +52,27 @@ def test_an_error_while_building_reaches_the_loop():
     assert [next(feed), next(feed)] == [0, 1]
     with pytest.raises(ValueError, match="clip x"):
         next(feed)
+
+
+def test_batches_for_a_gpu_are_pinned_in_the_thread_that_builds_them(monkeypatch):
+    """A GPU that is not there: pinning and copying are recorded. The thread is told its GPU before it pins."""
+    events, main = [], threading.get_ident()
+
+    def record(what):
+        return lambda tensor, *args, **kwargs: (
+            events.append((what, threading.get_ident() != main, args, kwargs)) or tensor
+        )
+
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", record("device"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", record("pin"))
+    monkeypatch.setattr(torch.Tensor, "to", record("copy"))
+    [batch] = prefetch(lambda n: {"labels": torch.zeros(3), "ids": ["a"]}, [0], gpu)
+    assert batch["ids"] == ["a"]
+    elsewhere = [what for what, in_thread, *_ in events if in_thread]
+    assert elsewhere == ["device", "pin"]
+    copies = [event[2:] for event in events if event[0] == "copy"]
+    assert copies == [((gpu,), {"non_blocking": True})]
 
 
 def test_on_a_cpu_nothing_is_copied():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import common.loss as loss_module
-from common.loss import IGNORE, codebook_loss, codebook_stats, loss_head, rows_loss
+from common.loss import IGNORE, chunk_rows, codebook_loss, codebook_stats, loss_head, rows_loss
 
 N, C, V, D = 37, 3, 19, 8
 
@@ -55,6 +55,21 @@ def test_loss_and_gradients_equal_plain_cross_entropy(rows, monkeypatch):
     for mine, theirs in zip(gradients(found, head, hidden), expected_grads, strict=True):
         close(mine, theirs, 1e-6)
     assert not hidden.grad[5].any() and not hidden.grad[7].any(), "ignored and weightless rows have no gradient"
+
+
+def test_a_gpu_gets_larger_chunks_than_a_cpu(monkeypatch):
+    assert [chunk_rows(130_000, torch.device(name)) for name in ("cpu", "cuda")] == [32, 516]
+    assert chunk_rows(2**30, torch.device("cuda")) == 1
+
+
+def test_gradients_in_memory_are_counted_as_saved_for_the_backward_pass():
+    """They are held from the forward pass on: --dry-run must see them."""
+    from common.memory import saved_bytes
+
+    head, hidden, labels, weights = problem()
+    head = loss_head(head)
+    saved = saved_bytes(lambda: codebook_loss(head, hidden, labels, weights))
+    assert saved == 4 * (N * D + C * V * D)
 
 
 def test_gradients_equal_numerical_ones():

@@ -1,19 +1,34 @@
 """The memory prediction against figures worked out by hand: 16 bytes per trained parameter, and more."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from common.config import UserError
-from common.memory import count_parameters, fit_micro_batch, predict, saved_bytes
-from common.runtime import Process
+from common.contracts import LossOutput
+from common.memory import (
+    activation_bytes,
+    checkpoint_bytes,
+    communication,
+    count_parameters,
+    fit_micro_batch,
+    loaded_bytes,
+    predict,
+    quantised_savings,
+    saved_bytes,
+)
+from common.runtime import Process, resident_bytes
 
 DIA = 1_611_160_576
 ADAM = 8  # bytes of optimizer state per weight
 
 
-def ds(stage, **zero):
-    return {"zero_optimization": {"stage": stage, **zero}}
+def ds(stage, sums="fp32", **zero):
+    """`sums`: the precision that micro-batches are added up in; `resolve_ds` makes it fp32."""
+    return {"zero_optimization": {"stage": stage, **zero}, "data_types": {"grad_accum_dtype": sums}}
 
 
 def test_trainable_and_all_parameters_are_counted():
@@ -21,24 +36,81 @@ def test_trainable_and_all_parameters_are_counted():
     assert count_parameters(model) == (16 + 25, 16)
 
 
+def test_packed_weights_count_with_their_true_size():
+    """bitsandbytes packs two 4-bit values into a byte."""
+    model = nn.Linear(64, 64, bias=False)
+    packed = nn.Parameter(torch.zeros(64 * 64 // 2, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = SimpleNamespace(shape=torch.Size((64, 64)))
+    model.weight = packed
+    assert count_parameters(model) == (64 * 64, 0)
+    assert quantised_savings(model, 2) == 2 * 64 * 64 - (64 * 64 // 2 + 4 * 64 + 4 * 16), "scales and codebook"
+
+
+def test_weights_of_a_mapped_file_are_in_memory_once_they_are_counted(tmp_path):
+    """Otherwise they would be missing from the memory in use, from which the prediction subtracts them."""
+    size = 64 * 2**20
+    (tmp_path / "weights").write_bytes(bytes(size))
+    model = nn.Linear(1, 1, bias=False)
+    model.weight = nn.Parameter(torch.from_file(str(tmp_path / "weights"), size=size // 2, dtype=torch.bfloat16))
+    before = resident_bytes("VmRSS")
+    assert loaded_bytes(model) == size
+    assert resident_bytes("VmRSS") - before > 0.9 * size
+
+
 @pytest.mark.parametrize(
-    ("stage", "world", "bytes_per_parameter"),
-    # bf16 weight 2 + gradient 2 + master, its gradient and two moments 16
-    [(0, 8, 20), (1, 8, 4 + 16 / 8), (2, 8, 2 + 18 / 8), (3, 8, 20 / 8), (2, 1, 20)],
+    ("stage", "world", "sums", "bytes_per_parameter"),
+    [
+        # bf16 weight 2 + gradient 2 + master, its gradient and two moments 16
+        (2, 8, "bf16", 2 + 18 / 8),
+        (3, 8, "bf16", 20 / 8),
+        (2, 1, "bf16", 20),
+        # With fp32 sums the gradient takes 4; ZeRO-2's is the master weight's, ZeRO-3 copies it.
+        (2, 8, "fp32", 2 + 16 / 8),
+        (2, 1, "fp32", 18),
+        (3, 8, "fp32", 22 / 8),
+    ],
 )
-def test_full_tuning_is_split_as_the_stage_says(stage, world, bytes_per_parameter):
-    need = predict(DIA, DIA, ds(stage), 2, ADAM, world)
+def test_full_tuning_is_split_as_the_stage_says(stage, world, sums, bytes_per_parameter):
+    need = predict(DIA, DIA, ds(stage, sums), 2, ADAM, world)
     assert need["device"] == pytest.approx(DIA * bytes_per_parameter) and need["host"] == 0
 
 
-def test_lora_pays_the_states_of_the_trained_share_only():
-    need = predict(DIA, 10_000_000, ds(2), 2, ADAM, 2)
-    assert need["device"] == pytest.approx(2 * DIA + 10_000_000 * 18 / 2)
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(0, 16), (1, 8 + 16 / 8), (2, 4 + 20 / 8), (3, 24 / 8)])
+def test_fp32_takes_4_bytes_for_weights_and_gradients(stage, bytes_per_parameter):
+    need = predict(DIA, DIA, ds(stage), 4, ADAM, 8)
+    assert need["device"] == pytest.approx(DIA * bytes_per_parameter)
+
+
+def test_lora_pays_the_states_and_buckets_of_the_trained_share_only():
+    need = predict(DIA, 10_000_000, ds(2, overlap_comm=True, reduce_bucket_size=200_000_000), 2, ADAM, 2)
+    assert need["device"] == pytest.approx(2 * DIA + 10_000_000 * 16 / 2)
     assert need["device"] / 1e9 == pytest.approx(3.2, abs=0.15)
+    assert need["working"] == 2 * 2 * 10_000_000, "one bucket and the copy that is sent"
+
+
+@pytest.mark.parametrize(
+    ("communication", "stage", "expected"),
+    [
+        # ZeRO-2: two bf16 buffers, a flat copy, and that copy in fp32; ZeRO-3: live weights and a buffer to send
+        ("bf16", 2, (2 + 2 + 2) * 2e8),
+        ("fp32", 2, (2 + 2 + 2 + 4) * 2e8),
+        ("bf16", 3, 2 * 1e9 + 2 * 2e8),
+        ("fp32", 3, 2 * 1e9 + 4 * 2e8),
+    ],
+)
+def test_buckets_are_counted_in_the_precision_that_is_sent(communication, stage, expected):
+    resolved = ds(stage, overlap_comm=True, reduce_bucket_size=200_000_000)
+    resolved["communication_data_type"] = communication
+    assert predict(DIA, DIA, resolved, 2, ADAM, 16)["working"] == expected
+
+
+def test_what_the_backward_pass_has_freed_is_not_added_to_what_the_step_needs():
+    """ZeRO-2 in fp32: the step's copy of the gradients, 4 bytes each, is larger than the buckets were."""
+    assert predict(DIA, DIA, ds(2, reduce_bucket_size=200_000_000), 4, ADAM, 1)["working"] == 0
 
 
 def test_8bit_moments_save_6_bytes():
-    full, small = (predict(DIA, DIA, ds(0), 2, state, 1)["device"] for state in (8, 2))
+    full, small = (predict(DIA, DIA, ds(2), 2, state, 1)["device"] for state in (8, 2))
     assert full - small == pytest.approx(6 * DIA)
 
 
@@ -49,10 +121,39 @@ def test_offload_moves_the_bytes_to_the_host():
     assert moved["device"] == 0 and moved["host"] == pytest.approx(plain["device"])
 
 
+def test_zero2_offload_keeps_fp32_sums_of_gradients_on_the_device():
+    """DeepSpeed's stage_1_and_2.py allocates the partition of fp32 gradients on the accelerator."""
+    cpu = {"device": "cpu"}
+    fp32, bf16 = (predict(DIA, DIA, ds(2, sums, offload_optimizer=cpu), 2, ADAM, 4) for sums in ("fp32", "bf16"))
+    assert fp32["device"] == pytest.approx(DIA * (2 + 4 / 4)) and bf16["device"] == pytest.approx(DIA * 2)
+    assert fp32["host"] == pytest.approx(DIA * 16 / 4) and bf16["host"] == pytest.approx(DIA * 18 / 4)
+
+
 def test_a_sub_group_of_stage_3_bounds_the_fp32_gradient():
     whole = predict(DIA, DIA, ds(3), 2, ADAM, 1)["device"]
     small = predict(DIA, DIA, ds(3, sub_group_size=10_000_000), 2, ADAM, 1)["device"]
     assert whole - small == pytest.approx(4 * (1e9 - 1e7))
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    # 4 ranks, 3 micro-batches, bf16: 3/4 of each message leaves the rank, a sum over all ranks goes round twice
+    [(1, 0.75 * (2 * 2 + 2)), (2, 0.75 * (3 * 2 * 2 + 2)), (3, 0.75 * 3 * (2 * 2 + 2))],
+)
+def test_what_a_rank_sends_per_step(stage, expected):
+    assert communication(DIA, DIA, ds(stage), 2, 4, 3) == pytest.approx(DIA * expected)
+    assert communication(DIA, DIA, ds(stage), 2, 1, 3) == 0
+
+
+def test_fp32_messages_are_twice_as_large_and_frozen_weights_are_only_sent_by_zero3():
+    fp32 = ds(2) | {"communication_data_type": "fp32"}
+    assert communication(DIA, 1_000_000, fp32, 2, 2, 1) == pytest.approx(0.5 * 1e6 * (2 * 4 + 2))
+    assert communication(DIA, 1_000_000, ds(3), 2, 2, 1) == pytest.approx(0.5 * (2 * 2 * DIA + 2e6))
+
+
+def test_a_checkpoint_holds_masters_moments_and_compute_weights():
+    assert checkpoint_bytes(DIA, ds(2), 2, ADAM, ema=False) == DIA * 14
+    assert checkpoint_bytes(DIA, ds(3), 2, ADAM, ema=True) == DIA * 16
 
 
 def test_saved_bytes_are_what_the_backward_pass_needs_and_no_parameter():
@@ -81,3 +182,42 @@ def test_memory_that_no_micro_batch_fits_into_is_said_and_other_errors_are_not_t
         fit_micro_batch(too_much, 2, 1, Process(0, 1, torch.device("cpu")))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         fit_micro_batch(lambda _: torch.ones(2, 3) @ torch.ones(2, 3), 2, 1, Process(0, 1, torch.device("cpu")))
+
+
+def mlp(checkpointed: bool):
+    """Two layers of 64 x 64 as a loss function; 256 positions, so that an activation takes 64 KiB."""
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False), nn.ReLU())
+
+    def loss(model, batch):
+        run = (lambda x: checkpoint(model, x, use_reentrant=False)) if checkpointed else model
+        return LossOutput(run(batch["x"]).sum(), {})
+
+    return layers, loss, {"x": torch.zeros(256, 64), "ids": ["a"]}
+
+
+def test_activations_on_paper_are_counted_by_hand():
+    """At the peak there are two outputs of ReLU (which linear layers and ReLUs share), a gradient and its successor."""
+    model, loss, batch = mlp(False)
+    activation = 256 * 64 * 4
+    peak = activation_bytes(model.to("meta"), loss, batch)
+    assert 2 * activation <= peak <= 5 * activation
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_activations_on_paper_grow_with_the_batch_and_shrink_with_checkpointing(device):
+    deep = nn.Sequential(*(mlp(False)[0] for _ in range(8))).to(device)
+
+    def peak(positions, checkpointed):
+        def loss(model, batch):
+            x = batch["x"]
+            for block in model:
+                x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+            return LossOutput(x.sum(), {})
+
+        return activation_bytes(deep, loss, {"x": torch.zeros(positions, 64)})
+
+    assert peak(512, False) / peak(256, False) == pytest.approx(2, rel=0.02)
+    assert peak(256, True) < 0.75 * peak(256, False)
+    # 8 inputs of blocks, and what a block saves and computes while it is recomputed
+    assert 8 * 256 * 64 * 4 < peak(256, True) < (8 + 6) * 256 * 64 * 4

@@ -1,11 +1,23 @@
 """metrics.jsonl and TensorBoard."""
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import struct
+import subprocess
+import termios
 
 import pytest
+import torch
 
-from common.metrics import Tracker
+from common import boards, runtime
+from common.config import RunConfig
+from common.contracts import LossOutput
+from common.metrics import Meter, Tracker
 from common.runtime import Process
+from helpers import support
 
 VALUES = {"loss": 2.5, "lr": 1e-4, "grad_norm": 0.5, "tokens_per_s": 10.0, "padding": 0.02}
 VALUES |= {"data_wait_s": 0.001, "step_s": 0.1, "rss_gb": 0.5}
@@ -13,7 +25,7 @@ VALUES |= {"data_wait_s": 0.001, "step_s": 0.1, "rss_gb": 0.5}
 
 @pytest.fixture
 def tracker(tmp_path, one_rank):
-    tracker = Tracker(tmp_path, one_rank, 10)
+    tracker = Tracker(tmp_path, one_rank, RunConfig(), 10)
     yield tracker
     tracker.close()
 
@@ -36,7 +48,7 @@ def test_the_progress_line_shows_the_step(tracker, capsys):
 
 
 def test_a_rate_of_the_warm_up_is_called_that(tmp_path, one_rank, capsys):
-    tracker = Tracker(tmp_path, one_rank, 500, warmup=100, peak=1e-5)
+    tracker = Tracker(tmp_path, one_rank, RunConfig(lr=1e-5), 500, warmup=100)
     tracker.step(1, VALUES | {"lr": 1e-7})
     tracker.step(100, VALUES | {"lr": 1e-5})
     tracker.close()
@@ -75,9 +87,119 @@ def test_tensorboard_holds_the_same_values(tracker, tmp_path):
     assert "eval/note" not in board.Tags()["scalars"]
 
 
+def test_log_every_thins_out_the_lines_and_not_the_record(tmp_path, one_rank, capsys):
+    tracker = Tracker(tmp_path, one_rank, RunConfig(log_every=3), 8)
+    for step in range(1, 9):
+        tracker.step(step, VALUES)
+    tracker.close()
+    shown = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert shown == [1, 3, 6, 8] and len(records(tracker)) == 8
+
+
+def test_a_terminal_shows_a_bar_and_keeps_every_other_line(tmp_path):
+    """In a process with a terminal of its own."""
+    script = f"""
+import sys, torch
+sys.path.insert(0, {str(support.ROOT / "finetune")!r})
+from common.config import RunConfig
+from common.metrics import Tracker
+from common.runtime import Process, say
+tracker = Tracker(__import__("pathlib").Path({str(tmp_path)!r}), Process(0, 1, torch.device("cpu")), RunConfig(), 3)
+for step in (1, 2, 3):
+    say(f"a message before step {{step}}")
+    tracker.step(step, {VALUES!r})
+tracker.close()
+say("the end")
+"""
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # lines, columns
+    process = subprocess.Popen([support.PYTHON, "-c", script], stdout=inside, env=support.environment())
+    os.close(inside)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other side closed
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
+    os.close(terminal)
+    assert process.wait() == 0
+    lines = [line.split("\r")[-1].strip() for line in shown.decode().replace("\r\n", "\n").splitlines()]
+    assert [line for line in lines if "message" in line] == [f"a message before step {n}" for n in (1, 2, 3)]
+    assert "3/3" in shown.decode() and "loss 2.5000" in shown.decode() and lines[-1] == "the end"
+
+
+def test_a_tracker_that_fails_is_dropped_and_the_others_go_on(tmp_path, one_rank, monkeypatch, capsys):
+    def open_broken(folder, start, config):
+        def log(numbers, step):
+            if step == 2:
+                raise ConnectionError("no network")
+            seen.append(step)
+
+        return log, lambda: seen.append("closed")
+
+    seen = []
+    monkeypatch.setitem(boards.OPENERS, "wandb", open_broken)
+    monkeypatch.setitem(boards.OPENERS, "trackio", lambda *_: 1 / 0)
+    tracker = Tracker(tmp_path, one_rank, RunConfig(tracker=["trackio", "wandb", "tensorboard"]), 3)
+    for step in (1, 2, 3):
+        tracker.step(step, VALUES)
+    tracker.close()
+    assert seen == [1] and list(tracker.boards.open) == ["tensorboard"] and len(records(tracker)) == 3
+    said = capsys.readouterr().out
+    assert said.count("--tracker wandb failed and is off for the rest of the run: no network") == 1
+    assert said.count("--tracker trackio failed") == 1
+
+
+def test_wandb_offline_holds_the_same_values(tmp_path, one_rank, monkeypatch):
+    pytest.importorskip("wandb")
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = Tracker(tmp_path, one_rank, RunConfig(tracker=["wandb"]), 3)
+    tracker.step(1, VALUES)
+    tracker.event("eval", 1, loss=1.25)
+    tracker.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert b"train/loss" in content and b"2.5" in content and b"eval/loss" in content and b"1.25" in content
+    assert list(tracker.boards.open) == ["wandb"]  # it did not fail
+
+
+def test_trackio_holds_the_same_values(tmp_path, one_rank, monkeypatch):
+    import sqlite3
+
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    pytest.importorskip("trackio")
+    tracker = Tracker(tmp_path / "run", one_rank, RunConfig(tracker=["trackio"]), 3)
+    tracker.step(1, VALUES)
+    tracker.close()
+    [file] = (tmp_path / "trackio").glob("*.db")
+    text = "".join(str(row) for row in sqlite3.connect(file).execute("select * from metrics"))
+    assert "train/loss" in text and "2.5" in text
+
+
 def test_other_ranks_write_nothing(tmp_path, one_rank):
-    second = Tracker(tmp_path / "run", Process(1, 2, one_rank.device), 10)
+    second = Tracker(tmp_path / "run", Process(1, 2, one_rank.device), RunConfig(), 10)
     second.event("eval", 0, loss=3.0)
     second.forget_after(0)
     second.close()
     assert not (tmp_path / "run").exists()
+
+
+# ---- one optimizer step ----------------------------------------------------------------------------------------
+
+
+def test_a_step_is_reduced_to_sums_means_and_the_wish_to_stop(one_rank):
+    meter = Meter()
+    for loss, positions, part in ((2.0, 5, [6.0, 2.0]), (3.0, 7, [1.0, 2.0])):
+        parts = {"heard": torch.tensor(part), "never": torch.zeros(2)}
+        meter.add({"ids": ["a"], "positions": positions}, LossOutput(torch.tensor(loss), parts))
+    totals = meter.reduce(one_rank)
+    assert (totals.loss_sum, totals.padded, totals.stop) == (5.0, 12, False)
+    assert totals.parts == {"heard": 7 / 4}  # what no clip has is left out
+    runtime.request_stop()
+    assert meter.reduce(one_rank).stop
+
+
+def test_only_clips_of_non_finite_losses_are_named():
+    meter = Meter()
+    for ids, loss in ((["a", "b"], 1.0), (["c"], float("nan")), (["d"], float("inf"))):
+        meter.add({"ids": ids, "positions": 1}, LossOutput(torch.tensor(loss), {}))
+    assert meter.non_finite_ids() == ["c", "d"]

@@ -1,6 +1,7 @@
 """Parameter groups and the learning-rate curve."""
 
 import math
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -194,6 +195,7 @@ def test_a_warm_up_and_a_cosine_know_no_drops():
         (lambda p: torch.optim.SGD(p, lr=0.1), set(), 0),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"momentum_buffer"}, 4),
         (lambda p: __import__("bitsandbytes").optim.AdamW8bit(p), {"state1", "state2"}, 2),
+        (lambda p: __import__("bitsandbytes").optim.PagedAdamW8bit(p), {"state1", "state2"}, 2),
     ],
 )
 def test_any_optimizer_says_what_it_keeps_per_weight_and_is_left_as_it_was(build, names, size):
@@ -224,7 +226,14 @@ def test_a_group_without_a_scale_gets_the_learning_rate_itself():
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_8_bit_states_cannot_be_offloaded():
-    ds = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    with pytest.raises(UserError, match="--optimizer adamw8bit"):
-        build_optimizer(parameter_groups(Model(), 0.0, ()), RunConfig(optimizer="adamw8bit"), ds)
+@pytest.mark.parametrize(("name", "paged"), [("adamw8bit", False), ("paged_adamw8bit", True)])
+def test_8_bit_states_are_paged_if_asked_and_cannot_be_offloaded(name, paged, monkeypatch):
+    groups, config = parameter_groups(Model(), 0.0, ()), RunConfig(optimizer=name, lr=3e-4)
+    optimizer = build_optimizer(groups, config, NO_OFFLOAD)
+    assert optimizer.is_paged is paged and optimizer.args.optim_bits == 8
+    assert all((group["lr"], group["betas"]) == (3e-4, (0.9, 0.95)) for group in optimizer.param_groups)
+    with pytest.raises(UserError, match=f"--optimizer {name} does not"):
+        build_optimizer(groups, config, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(UserError, match=f"--optimizer {name} needs bitsandbytes"):
+        build_optimizer(groups, config, NO_OFFLOAD)

@@ -125,6 +125,8 @@ class Settings:
     eval_data: str = ""
     hold_out: list = field(default_factory=list)
     eval_files: int = 0
+    allow_overlap: bool = False
+    without: tuple = ("eval_split",)
 
 
 def test_held_out_speakers_are_never_trained_on(data, one_rank):
@@ -146,5 +148,17 @@ def test_evaluation_data_must_not_be_training_data(data, tmp_path, one_rank, cap
     _, train_rows, eval_pairs, rows = split_pairs(Settings(str(pairs.folder), str(other)), 16000, one_rank)
     assert len(train_rows) == 4 and len(rows) == 2 and eval_pairs.id(0) == "p1_009"
     assert "1 speakers are in --data and in --eval-data, such as p1" in capsys.readouterr().out
-    with pytest.raises(UserError, match="holds 4 ids of --data, such as p1_001"):
+    with pytest.raises(UserError, match="evaluation clip 'p1_001' is trained on: its id is in .* \\(4 such\\)"):
         split_pairs(Settings(str(pairs.folder), str(pairs.folder)), 16000, one_rank)
+    split_pairs(Settings(str(pairs.folder), str(pairs.folder), allow_overlap=True), 16000, one_rank)
+    assert "warning" in capsys.readouterr().out
+
+
+def test_the_same_speech_with_other_noise_under_another_id_is_training_data(data, tmp_path, one_rank):
+    pairs, _ = data
+    noisy = clip("p9_001", len(pairs.clean(2)))["noisy"]
+    copy = {"id": "p9_001", "noisy": noisy, "clean": pairs.clean(2).copy()}
+    other = support.write_pairs(tmp_path / "other", [clip("p9_002", 9000), copy])
+    sentence = f"clip 'p9_001' is trained on: its sound is that of clip '{pairs.id(2)}'"
+    with pytest.raises(UserError, match=sentence):
+        split_pairs(Settings(str(pairs.folder), str(other)), 16000, one_rank)

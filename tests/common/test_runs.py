@@ -3,10 +3,14 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import subprocess
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from common.config import RunConfig, UserError
 from common.runs import empty_folder, identity, make_writable, replace_folder, run_folder, write_config
@@ -40,26 +44,65 @@ def test_config_json_holds_what_a_repetition_needs(tmp_path):
     assert len(written["git_commit"]) in (7, 40) and [p.name for p in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
+def write_checkpoint(run: Path, **state) -> None:
+    """A checkpoint without weights, with this trainer state."""
+    text = json.dumps({"step": 2, "best": None, "loop_state": {}, "threads": 1} | state)
+    folder = run / "checkpoints" / "step-00000002"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainer_state.json").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps({"trainer_state.json": digest}))
+
+
+def test_a_forced_resume_warns_once(tmp_path, one_rank, capsys):
+    from types import SimpleNamespace
+
+    from common.runs import Run
+
+    ds, config = {"zero_optimization": {"stage": 2}}, RunConfig(out=str(tmp_path), lr=1e-3, force_resume=True)
+    write_checkpoint(tmp_path, identity=identity(dataclasses.replace(config, lr=2e-3), 2, one_rank, {"optimizer": {}}))
+    run = Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4)
+    assert run.load({}, SimpleNamespace(decay=0)) == {}
+    warning = "warning: --force-resume uses the checkpoint of another run (lr: 0.002 then, 0.001 now)"
+    assert capsys.readouterr().out.count(warning) == 1
+
+
 def test_a_run_that_resumes_with_other_threads_says_so(tmp_path, one_rank, capsys):
     """Bit equality holds between runs with the same number of threads: another number is another order of sums."""
-    import torch
-
     from common.runs import Run
 
     ds, config = {"zero_optimization": {"stage": 2}}, RunConfig(out=str(tmp_path))
     first = Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4)
     assert json.loads((tmp_path / "config.json").read_text())["threads"] == torch.get_num_threads()
-    folder = tmp_path / "checkpoints" / "step-00000002"
-    folder.mkdir(parents=True)
-    state = {"step": 2, "best": None, "identity": first.identity, "loop_state": {}, "threads": 7}
     for threads, said in ((7, True), (torch.get_num_threads(), False)):
-        text = json.dumps(state | {"threads": threads})
-        (folder / "trainer_state.json").write_text(text)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        (folder / "manifest.json").write_text(json.dumps({"trainer_state.json": digest}))
+        write_checkpoint(tmp_path, identity=first.identity, threads=threads)
         capsys.readouterr()
         assert Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4).start_step == 2
         assert (f"{torch.get_num_threads()} threads per rank instead of 7" in capsys.readouterr().out) == said
+
+
+def test_a_spike_is_measured_against_the_median_of_the_last_norms_also_after_a_resume(tmp_path, one_rank):
+    from common.metrics import Meter
+    from common.runs import NORMS, Run
+
+    def fake_batch(name):
+        return {"ids": [name], "positions": 1, "input_ids": torch.arange(3)}
+
+    ds, config = {"zero_optimization": {"stage": 2}}, RunConfig(out=str(tmp_path), max_spike=3.0, max_skips=1)
+    run = Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4)
+    meter = Meter()
+    meter.losses, meter.ids = [torch.zeros(())], [["a"]]
+    norms = np.random.default_rng(0).lognormal(size=NORMS + 20).tolist()
+    for number, norm in enumerate(norms):
+        assert run.max_norm() == (math.inf if number < 8 else 3 * np.median(norms[max(0, number - NORMS) : number]))
+        run.skip(number + 1, meter, [fake_batch("a"), fake_batch("b")], norm)  # never ends the run
+    write_checkpoint(tmp_path, identity=run.identity, norms=list(run.norms))
+    resumed = Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4)
+    assert resumed.max_norm() == run.max_norm() == 3 * np.median(norms[-NORMS:])
+    run.config = RunConfig(out=str(tmp_path))
+    assert run.max_norm() == math.inf, "off unless asked for"
+    written = torch.load(tmp_path / "skipped" / "step-00000003.pt", weights_only=True)
+    assert written["step"] == 3 and [batch["ids"] for batch in written["micro_batches"]] == [["a"], ["b"]]
 
 
 def test_the_run_folder_is_out_or_named_after_recipe_and_time(one_rank):

@@ -1,14 +1,18 @@
 """The token dataset: zero-copy reading, and every kind of damage named."""
 
 import json
+import os
+import time
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from common import arrow
 from common.arrow import flat_views
 from common.config import UserError
 from common.tokens import TokenDataset
+from helpers import support
 
 
 def rewrite(folder, **changes):
@@ -199,3 +203,126 @@ def test_an_arrow_file_that_dataset_json_does_not_list_is_refused(make_tokens, r
     folder = make_tokens(random_clips(3, 4), shards=2)
     rewrite(folder, files=json.loads((folder / "dataset.json").read_text())["files"][:1])
     refused(folder, "data-00001-of-00002.arrow", verify=False)
+
+
+# ---- names -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_found_by_name():
+    draw = np.random.default_rng(0)
+    names = [f"clip {i}" for i in draw.permutation(5000)]
+    ids = pa.chunked_array([names[:1000], names[1000:1001], names[1001:]])
+    wanted = [names[i] for i in draw.integers(0, 5000, 3000)] + ["clip 5000", None, "", "clip"]
+    rows = arrow.rows_named(pa.chunked_array([wanted[:70], wanted[70:]]), ids)
+    where = {name: row for row, name in enumerate(names)}
+    assert rows.tolist() == [where.get(name, -1) for name in wanted]
+
+
+def test_names_that_only_share_a_hash_are_different(monkeypatch):
+    ids = pa.chunked_array([["a", "b", "c", "b"]])
+    monkeypatch.setattr(arrow, "name_hashes", lambda column, tick=None: np.zeros(len(column), dtype=np.int64))
+    assert arrow.first_repeated(ids) == "b" and arrow.first_repeated(ids[:3]) is None
+    assert arrow.rows_named(pa.chunked_array([["b"]]), ids).tolist() == [-1], "not another clip's row"
+
+
+# ---- verified once ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(monkeypatch, tmp_path):
+    """Names of the data files that verifying opens."""
+    names = []
+
+    def counting(path, *more):
+        names.append(path.name)
+        return open(path, *more)
+
+    monkeypatch.setattr(arrow, "open", counting, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return names
+
+
+def age(folder, seconds=100):
+    """As if the dataset had been written a while ago."""
+    for file in folder.glob("*.arrow"):
+        os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_a_verified_dataset_is_not_read_again(make_tokens, random_clips, opened):
+    folder = make_tokens(random_clips(30, 40), shards=2)
+    age(folder)
+    TokenDataset(str(folder)).verify()
+    assert opened == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    again = TokenDataset(str(folder))
+    again.check_rows = None  # nor are its rows looked at
+    again.verify()
+    assert len(opened) == 2
+
+
+@pytest.mark.parametrize("change", ["content", "replaced by a copy", "dataset.json", "broken note"])
+def test_a_changed_dataset_is_read_again(make_tokens, random_clips, opened, change):
+    folder = make_tokens(random_clips(30))
+    age(folder)
+    TokenDataset(str(folder)).verify()
+    [file], content = folder.glob("*.arrow"), next(folder.glob("*.arrow")).read_bytes()
+    before = file.stat()
+    if change == "content":
+        file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        refused(folder, "checksum")
+    elif change == "replaced by a copy":  # another inode, same size and time
+        file.rename(folder / "old")
+        file.write_bytes(content)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        TokenDataset(str(folder)).verify()
+    elif change == "dataset.json":
+        rewrite(folder, codebook_size=3)
+        refused(folder, "outside 0..2")
+    else:
+        (folder / ".verified.json").write_text("{")
+        TokenDataset(str(folder)).verify()
+    assert len(opened) == 2
+
+
+def test_a_file_written_just_now_is_not_remembered(make_tokens, random_clips, opened):
+    """Its next change could leave the same time: a file system's clock ticks as rarely as once a second."""
+    folder = make_tokens(random_clips(30))
+    for _ in range(2):
+        TokenDataset(str(folder)).verify()
+    assert len(opened) == 2 and not (folder / ".verified.json").exists()
+
+
+def test_for_a_read_only_folder_the_users_cache_remembers(make_tokens, random_clips, opened, monkeypatch, tmp_path):
+    folder = make_tokens(random_clips(30))
+    age(folder)
+    (folder / ".verified.json").mkdir()  # cannot be replaced by a file, not even by root
+    for _ in range(2):
+        TokenDataset(str(folder)).verify()
+    [note] = (tmp_path / "cache" / "audio-finetune").iterdir()
+    assert len(opened) == 1 and note.name.endswith(".verified.json")
+    assert not list(folder.glob("*.tmp")) or os.getuid() == 0
+
+
+def test_hashing_gives_a_sign_of_life_per_chunk(make_tokens, random_clips, opened, monkeypatch):
+    folder = make_tokens(random_clips(500, 600), shards=2)
+    monkeypatch.setattr(arrow, "CHUNK", 1000)
+    sizes = [file.stat().st_size for file in folder.glob("*.arrow")]
+    signs = []
+    TokenDataset(str(folder)).verify(lambda: signs.append(1))
+    assert len(signs) >= sum(-(-size // 1000) for size in sizes) > 15
+
+
+def test_weights_are_read_or_refused(tmp_path):
+    def weights(*values):
+        clips = [{"id": f"c{i}", "text": "x", "codes": np.zeros((3, 9))} for i in range(len(values))]
+        folder = tmp_path / f"tokens-{len(list(tmp_path.iterdir()))}"
+        return TokenDataset(str(support.write_tokens(folder, clips, columns={"weight": list(values)}))).weights()
+
+    assert weights(1, 0, 2).tolist() == [1.0, 0.0, 2.0] and weights(0.5, 1.0).tolist() == [0.5, 1.0]
+    for values, sentence in (
+        ((1.0, -0.5), "clip 'c1' has the weight -0.5"),
+        ((1.0, None), "clip 'c1' has the weight None"),
+        (("heavy",), "the column `weight` does not hold numbers"),
+        ((0.0, 0.0), "is 0 for every clip"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            weights(*values)

@@ -14,11 +14,11 @@ from lib import store
 def tokens(script, clip, dac, tmp_path):
     """tokens(name, {id: (seed, text)}, split) -> a token dataset made by data/encode.py."""
 
-    def make(name: str, clips: dict, split: str = "train") -> Path:
+    def make(name: str, clips: dict, split: str = "train", **labels) -> Path:
         lines = []
         for id, (seed, text) in clips.items():
             clip(tmp_path / name / f"{id}.wav", None, seed=seed)
-            lines.append({"id": id, "audio": f"{id}.wav", "text": text, "split": split, "speaker": "ann"})
+            lines.append({"id": id, "audio": f"{id}.wav", "text": text, "split": split, "speaker": "ann"} | labels)
         (tmp_path / name / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
         out = tmp_path / f"{name}_tokens"
         arguments = ("--codec", "dac", "--codec-weights", dac, "--format", "jsonl", "--missing-text", "empty")
@@ -103,6 +103,26 @@ def test_leak_between_two_datasets(script, tokens):
     assert script("check", train)[0] == script("check", same)[0] == 0
     code, out, _ = script("check", train, same)
     assert code == 1 and "z = y in train" in out
+
+
+def test_a_group_in_two_splits_is_a_problem_and_a_speaker_a_note(script, tokens):
+    train = tokens("a", {"x": (1, "[S1] hello"), "y": (2, "[S1] there")}, group="book 1")
+    held = tokens("b", {"z": (3, "[S1] there")}, split="eval", group="book 1")
+    other = tokens("c", {"w": (4, "[S1] there")}, split="eval", group="book 2", speaker="bob")
+    code, out, _ = script("check", train, held)
+    assert code == 1 and "1 clips of a group that is also in another split: z (book 1, as x in train)" in out
+    assert "note: 1 clips of a speaker who is also in another split, the first of each: z (ann, as x in train)" in out
+    code, out, _ = script("check", train, other)
+    assert code == 0 and "another split" not in out
+    rewrite(train, lambda rows: rows[1].update(split="eval"))
+    code, out, _ = script("check", train)
+    assert code == 1 and "another split: y (book 1, as x in train)" in out
+
+
+def test_an_id_in_two_datasets_is_a_problem(script, tokens):
+    train, held = tokens("a", {"x": (1, "[S1] hello")}), tokens("b", {"x": (3, "[S1] there")}, split="eval")
+    code, out, _ = script("check", train, held)
+    assert code == 1 and f"with the id of a clip in another dataset: x in {train}" in out
 
 
 def test_notes_are_not_problems(script, tokens):

@@ -1,6 +1,7 @@
 """data/encode.py: from audio and text to a token dataset."""
 
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -9,6 +10,8 @@ import pytest
 import soundfile
 import torch
 from transformers import DacModel
+
+from lib.waveform import Reject, set_loudness
 
 
 @pytest.fixture
@@ -29,6 +32,23 @@ def reference_codes(dac: Path, wave: np.ndarray) -> np.ndarray:
     padded = np.pad(wave, (0, -len(wave) % 512))
     with torch.no_grad():
         return model.encode(torch.from_numpy(padded)[None, None]).audio_codes[0].T.numpy()
+
+
+def test_upsampled_clips_are_named(encode, clip, tmp_path):
+    """White noise holds all frequencies of its rate, whatever the codec's is."""
+    import scipy.signal
+
+    for name, rate in (("full", 44100), ("wideband", 16000), ("telephone", 8000)):
+        wave = clip(tmp_path / "in" / f"{name}.wav", seconds=1.0, rate=rate)
+        if name == "telephone":  # written at the codec's rate, as such files are found
+            wave = scipy.signal.resample(wave, 44100)
+            soundfile.write(tmp_path / "in" / "telephone.wav", wave, 44100, subtype="PCM_16")
+    code, out, err = encode(tmp_path / "in", tmp_path / "out")
+    assert code == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("warning: 2 clips hold no high frequencies")]
+    assert "full" not in line and "wideband (8.0 kHz)" in line
+    (telephone,) = re.findall(r"telephone \(([\d.]+) kHz\)", line)
+    assert float(telephone) == pytest.approx(4, abs=0.6)
 
 
 def test_folder_to_dataset(encode, clip, dac, tmp_path):
@@ -98,6 +118,25 @@ def test_jsonl_may_bring_codes(encode, tmp_path):
     (tmp_path / "clips.jsonl").write_text(json.dumps({"id": "a", "codes": "a.npy", "text": "[S1] a."}))
     assert encode(tmp_path / "clips.jsonl", tmp_path / "tokens", "--format", "jsonl")[0] == 0
     assert np.array_equal(np.reshape(rows(tmp_path / "tokens")["a"]["codes"], (5, 9)), codes.T)
+
+
+def test_a_clip_may_have_several_texts(script, encode, tmp_path):
+    """Read back by plain `datasets`; data/check.py looks at each of them."""
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(0, 1024, (9, 60)))
+    several = {"a": ["[S1] uh, one.", "", "[S1] one."], "b": "[S1] two.", "c": ["[S1] three."]}
+    for field, last in (("text", "[S1] 1."), ("texts", "[S1] 1.\x07")):
+        several["a"][1] = last
+        lines = [{"id": id, "codes": "a.npy", field: texts} for id, texts in several.items()]
+        (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert encode(tmp_path / "clips.jsonl", tmp_path / "tokens", "--format", "jsonl")[0] == 0
+        found = rows(tmp_path / "tokens")
+        assert found["a"]["text"] == "[S1] uh, one." and found["a"]["texts"] == ["[S1] uh, one.", last, "[S1] one."]
+        assert [found[id]["texts"] for id in "bc"] == [["[S1] two."], ["[S1] three."]]
+        code, out, _ = script("check", tmp_path / "tokens")
+        assert ("with a control character in the text" in out) == (field == "texts"), out
+    (tmp_path / "clips.jsonl").write_text(json.dumps({"id": "a", "codes": "a.npy", "texts": ["[S1] a.", 1.5]}))
+    code, _, error = encode(tmp_path / "clips.jsonl", tmp_path / "more", "--format", "jsonl")
+    assert code == 2 and '"text" must be text, not 1.5' in error
 
 
 def test_resampled_once_then_a_cache_hit(encode, clip, tmp_path, monkeypatch):
@@ -187,3 +226,31 @@ def test_another_codec_is_refused(script, encode, clip, dac, tmp_path):
     code, _, err = script("encode", *arguments, "--out", tmp_path / "tokens")
     assert code == 2 and "another codec" in err and err.count("\n") == 1
     assert not (tmp_path / "tokens.work").exists()  # a refused command leaves nothing
+
+
+def test_loudness_is_that_of_the_standard_and_never_clips(script, dac, clip, tmp_path):
+    """A sine of 997 Hz at full scale is -3.01 LUFS by definition; codes are those of a file that was scaled by hand."""
+    time = np.arange(44100) / 44100
+    sine = 0.25 * np.sin(2 * np.pi * 997 * time).astype(np.float32)
+    found = set_loudness(torch.from_numpy(sine)[None], 44100, -20.0)
+    assert 20 * np.log10(float(found.abs().max())) == pytest.approx(-20 + 3.01, abs=0.05)
+    short = set_loudness(torch.from_numpy(sine[:8820])[None], 44100, -23.0)  # 0.2 s: measured with silence after it
+    assert torch.isfinite(short).all() and short.abs().max() > 0
+    loud = set_loudness(torch.from_numpy(sine)[None], 44100, -1.0)
+    assert float(loud.abs().max()) == pytest.approx(1)
+    with pytest.raises(Reject, match="too quiet"):
+        set_loudness(torch.full((1, 44100), 1e-6), 44100, -23.0)
+
+    (tmp_path / "in").mkdir()
+    soundfile.write(tmp_path / "in/quiet.wav", sine / 8, 44100, subtype="FLOAT")
+    soundfile.write(tmp_path / "in/right.wav", found[0].numpy(), 44100, subtype="FLOAT")
+    common = ["--codec", "dac", "--codec-weights", dac, "--source", tmp_path / "in", "--missing-text", "empty"]
+    codes = {}
+    for name, more in (("plain", ()), ("even", ("--loudness", -20))):
+        assert script("encode", *common, "--out", tmp_path / name, *more)[0] == 0
+        codes[name] = {row["id"]: row["codes"] for row in datasets.load_from_disk(str(tmp_path / name))}
+    right = np.array(codes["plain"]["right"])
+    assert np.mean(np.array(codes["even"]["quiet"]) == right) > 0.99
+    assert np.mean(np.array(codes["plain"]["quiet"]) == right) < 0.9
+    assert json.loads((tmp_path / "even/dataset.json").read_text())["settings"]["loudness"] == -20
+    assert script("encode", *common, "--out", tmp_path / "x", "--loudness", 3)[0] == 2

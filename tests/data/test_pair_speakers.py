@@ -74,6 +74,21 @@ def test_reference_lengths_and_allow_no_ref(script, tokens, tmp_path):
     assert len(rows(tmp_path / "out2")) == 2
 
 
+def test_a_dialogue_keeps_its_references(script, clip, dac, tmp_path):
+    for seed, name in enumerate(("talk", "a", "b", "c")):
+        clip(tmp_path / f"{name}.wav", None, seed=seed)
+    talk = {"id": "talk", "audio": "talk.wav", "text": "[SPEAKER0] x [SPEAKER1] y", "speaker": "both"}
+    talk |= {"ref_audio": "a.wav", "ref_text": "x", "ref1_audio": "b.wav", "ref1_text": "y"}
+    lines = [talk, *({"id": name, "audio": f"{name}.wav", "text": "x", "speaker": "s"} for name in "ac")]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--codec", "dac", "--codec-weights", dac, "--format", "jsonl", "--source", tmp_path / "m.jsonl")
+    assert script("encode", *flags, "--out", tmp_path / "tokens")[0] == 0
+    assert script("pair_speakers", tmp_path / "tokens", "--out", tmp_path / "out", "--min-seconds", 0.4)[0] == 0
+    found = {id: (row["ref"], row["ref1"]) for id, row in rows(tmp_path / "out").items()}
+    expected = {"talk": ("a", "b@ref"), "a": ("c", None), "c": ("a", None), "b@ref": (None, None)}
+    assert found == expected
+
+
 def test_user_errors(script, tokens, tmp_path):
     source = tokens(("a", None, None, 0.5, 1))
     code, _, err = script("pair_speakers", source, "--out", tmp_path / "out")

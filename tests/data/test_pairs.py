@@ -117,6 +117,15 @@ def test_exact_snr(pairs, clip, tmp_path):
     assert abs(10 * np.log10((clean**2).sum() / (noise**2).sum()) - 3) < 0.01
 
 
+def test_each_clip_has_its_own_piece_of_the_noise(pairs, clip, tmp_path):
+    for number in range(4):
+        clip(tmp_path / f"clean/{number}.wav", None, rate=16000, seed=number)
+    clip(tmp_path / "noise/n.wav", None, rate=16000, seed=9, seconds=3.0)
+    assert pairs("--noise", tmp_path / "noise", "--snr", "3:3")[0] == 0
+    noises = np.stack([row["noisy"].astype(float) - row["clean"] for row in rows(tmp_path / "out").values()])
+    assert np.abs(np.corrcoef(noises) - np.eye(4)).max() < 0.5
+
+
 def test_loud_mixture_is_scaled_not_clipped(pairs, clip, tmp_path):
     clip(tmp_path / "clean/a.wav", None, rate=16000)
     clip(tmp_path / "noise/n.wav", None, rate=16000, seed=9)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from score import word_error_rate
 
+from helpers import scoring_models
+
 
 @pytest.mark.parametrize(
     ("text", "heard", "errors"),
@@ -39,28 +41,8 @@ def score(script, folder: Path, *flags) -> dict:
 
 
 def test_local_models_score_samples(script, sample_folder):
-    from transformers import (
-        Wav2Vec2Config,
-        Wav2Vec2CTCTokenizer,
-        Wav2Vec2FeatureExtractor,
-        Wav2Vec2ForCTC,
-        Wav2Vec2ForXVector,
-        Wav2Vec2Processor,
-    )
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    sizes |= {"conv_dim": [8] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
-    sizes |= {"tdnn_dim": [16] * 5, "xvector_output_dim": 16, "vocab_size": 8, "pad_token_id": 0}
-    extractor = Wav2Vec2FeatureExtractor()
-    voice, words = sample_folder / "xvector", sample_folder / "ctc"
-    Wav2Vec2ForXVector(Wav2Vec2Config(**sizes)).save_pretrained(voice)
-    extractor.save_pretrained(voice)
-    (sample_folder / "vocab.json").write_text(
-        json.dumps({t: i for i, t in enumerate(["<pad>", "<unk>", "|", *"abcde"])})
-    )
-    tokenizer = Wav2Vec2CTCTokenizer(str(sample_folder / "vocab.json"), pad_token="<pad>", unk_token="<unk>")
-    Wav2Vec2ForCTC(Wav2Vec2Config(**sizes)).save_pretrained(words)
-    Wav2Vec2Processor(extractor, tokenizer).save_pretrained(words)
+    voice = scoring_models.save_speaker_encoder(sample_folder / "xvector")
+    words = scoring_models.save_recogniser(sample_folder / "ctc")
     scores = score(script, sample_folder, "--similarity", voice, "--wer", words)
     for sample in scores.values():  # each sample is its own reference
         assert sample["similarity"] == pytest.approx(1, abs=1e-5) and sample["wer"] >= 0 and "heard" in sample

@@ -1,6 +1,7 @@
 """What the tests of CMGAN share."""
 
 import contextlib
+from unittest import mock
 
 import torch
 
@@ -50,3 +51,49 @@ def watched(recipe, process, nan=None):
         yield
     finally:
         Crops.batch, Run.load_best = batch, load_best
+
+
+# ---- on a device that is not there (fake_device.py) ------------------------------------------------------------
+
+
+def generator_step(channels: int = 8, disc_channels: int = 4, crops: int = 4, seconds: float = 2.0, **flags) -> tuple:
+    """Networks, micro-batch and loss of the generator's step."""
+    import cmgan
+    from models.cmgan import signal
+    from models.cmgan.watch import GanRamp
+
+    config = cmgan.Config(channels=channels, disc_channels=disc_channels, **flags)
+    generator, discriminator = cmgan.build_model(config, {"zero_optimization": {"stage": 2}})
+    networks = torch.nn.ModuleDict({"g": generator, "d": discriminator.requires_grad_(False)}).train()
+    samples = int(16000 * seconds)
+    batch = {"noisy": torch.zeros(crops, samples), "clean": torch.zeros(crops, samples), "positions": crops * samples}
+    batch["hiss"] = signal._hiss(samples, torch.device("cpu"))
+    gan_ramp = GanRamp(False, 0.8, 0.6, 1)
+
+    def loss(networks, batch):
+        # A step after the first, which has left the hiss on the device.
+        with mock.patch.object(signal, "_hiss", lambda length, device: batch["hiss"]):
+            return cmgan.compute_loss(networks["g"], batch, networks["d"], config, gan_ramp)
+
+    return networks, batch, loss
+
+
+def discriminator_step(channels: int = 4, crops: int = 4, seconds: float = 2.0) -> tuple:
+    """The same of the discriminator's, with --noisy-term and --replay."""
+    import cmgan
+    from models.cmgan.labels import Labelled
+    from models.cmgan.network import BINS, Discriminator
+
+    frames = int(16000 * seconds) // 100 + 1
+    names = ("clean", "made", "noisy", "past clean", "past made")
+    batch = {name: torch.zeros(crops, 1, BINS, frames) for name in names}
+    batch |= {name: torch.zeros(crops) for name in ("labels", "valid")} | {"positions": crops * int(16000 * seconds)}
+
+    def loss(discriminator, batch):
+        labels, valid = batch["labels"], batch["valid"]
+        past = [(batch["past clean"], batch["past made"], labels, valid)]
+        others = [batch["made"], batch["noisy"]]
+        labelled = Labelled(batch["clean"], others, [labels] * 2, [valid] * 2, past)
+        return cmgan.discriminator_loss(discriminator, (labelled, float(crops), [float(crops)] * 2))
+
+    return Discriminator(channels).train(), batch, loss

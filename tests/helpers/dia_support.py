@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers import support
+
 
 def probe(engine, config, process) -> None:
     """RUN/probe.npz: logits of the first evaluation clips by the training engine; RUN/modules.json: what the process
@@ -62,3 +64,46 @@ def poison_letter_q(source: Path, target: Path) -> Path:
     weights["model.encoder.embedding.weight"][ord("q")] = float("nan")
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def stereo_tokens(demo: Path, target: Path) -> Path:
+    """Real demo clips on the left, other ones, as long, on the right; two speakers."""
+    from common.tokens import TokenDataset
+
+    tokens = TokenDataset(str(demo / "tokens/train"))
+    clips = []
+    for i in range(8):
+        left, right = tokens.codes(i), tokens.codes(i + 8)
+        frames = min(len(left), len(right))
+        codes = np.concatenate([left[:frames], right[:frames]], axis=1)
+        clips.append({"id": tokens.id(i), "text": tokens.text(i), "codes": codes})
+    speakers = {"speaker": ["a", "b"] * 4}
+    return support.write_tokens(target, clips, channels=18, weights=str(demo / "codec"), columns=speakers)
+
+
+def native_of(model) -> dict[str, torch.Tensor]:
+    """The native layout, written from its definition: y[outputs...] = sum over inputs of x[inputs...] kernel."""
+    encoder, decoder = model.config.encoder_config, model.config.decoder_config
+    native = {}
+    for name, value in model.state_dict().items():
+        stack = encoder if ".encoder." in name else decoder
+        short = name.removeprefix("model.")
+        if name == "model.decoder.embeddings.embed.weight":
+            for channel, table in enumerate(value.split(decoder.vocab_size)):
+                native[f"decoder.embeddings.{channel}.weight"] = table.clone()
+        elif name == "logits_dense.weight":
+            kernel = value.T.reshape(decoder.hidden_size, decoder.num_channels, decoder.vocab_size)
+            native["decoder.logits_dense.weight"] = kernel
+        elif "gate_up_proj" in name:
+            native[short.replace("gate_up_proj", "wi_fused")] = value.T.reshape(
+                value.shape[1], 2, stack.intermediate_size
+            )
+        elif "down_proj" in name:
+            native[short.replace("down_proj", "wo")] = value.T
+        elif name.endswith("o_proj.weight"):
+            native[short] = value.T.reshape(-1, 16, value.shape[0])  # 16: head_dim of the tiny model, everywhere
+        elif "_proj.weight" in name:
+            native[short] = value.T.reshape(value.shape[1], -1, 16)
+        else:
+            native[short] = value
+    return {name: value.contiguous() for name, value in native.items()}

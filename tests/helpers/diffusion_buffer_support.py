@@ -1,6 +1,7 @@
 """What the tests and benchmarks of the Diffusion Buffer share: a synthetic pair, batches of it, overfitting it."""
 
 import contextlib
+import functools
 import math
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import numpy as np
 import torch
 
 from common.keyed_random import generator
-from diffusion_buffer import compute_loss
+from diffusion_buffer import Config, compute_loss
 from models.diffusion_buffer.data import Clips
 from models.diffusion_buffer.diagnose import clips_of
 from models.diffusion_buffer.network import build_network
-from models.diffusion_buffer.signal import RATE, Spec
+from models.diffusion_buffer.signal import RATE, Spec, spec_of
 
 
 def speechlike(seconds: float, seed: int = 0) -> np.ndarray:
@@ -61,6 +62,18 @@ def overfit(
         if watch:
             watch(step, network)
     return network, losses
+
+
+def training_step(network: str, width: int = 8, crops: int = 4, **flags) -> tuple:
+    """Network, micro-batch and loss of a training step."""
+    config = Config(network=network, width=width, **flags)
+    spec = spec_of(config)
+    clips = clips_of(*pair(2.5), spec)
+    clips.config = config
+    batch = clips.batch([(epoch, 0) for epoch in range(crops)])
+    batch |= {"autocast": config.precision == "bf16", "own": config.context_own > 0}
+    model = build_network(spec.network, spec.width, spec.block).train()
+    return model, batch, functools.partial(compute_loss, spec=spec)
 
 
 # ---- in the ranks (rank_server.py) -----------------------------------------------------------------------------

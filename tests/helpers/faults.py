@@ -14,12 +14,21 @@ from safetensors.torch import load_file
 from common import checkpoint
 from common.runtime import Process
 from helpers import support
+from helpers.warm_ranks import WarmRank
 
 
 def processes_of(run: Path) -> list[int]:
-    """Processes whose command line names this run folder: ranks, and what they forked."""
+    """Processes whose command line names this run folder: ranks, and what they forked. Not those that decode samples,
+    which end by themselves."""
     found = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
-    return [int(pid) for pid in found]
+    return [int(pid) for pid in found if b"data/decode.py" not in command_line(int(pid))]
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it has just ended
 
 
 def assert_no_orphans(run: Path, seconds: float = 35) -> None:
@@ -33,10 +42,7 @@ def job_processes(run: Path) -> dict[str, int]:
     """The processes of a job through launch.sh or `deepspeed`, by what they are; its command lines name the run."""
     found = {}
     for pid in processes_of(run):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        except OSError:
-            continue  # it has just ended
+        words = command_line(pid).decode().split("\0")
         local = [word for word in words if word.startswith("--local_rank=")]
         if "deepspeed.launcher.launch" in words:
             found["launcher"] = pid
@@ -58,7 +64,7 @@ def wait_for_checkpoint(run: Path, step: int, timeout: float = 180) -> None:
     raise TimeoutError(f"{run} has no checkpoint of step {step}")
 
 
-def kill_all(ranks: list[subprocess.Popen], run: Path) -> list[str]:
+def kill_all(ranks: list[WarmRank], run: Path) -> list[str]:
     """kill -9 of every rank; returns what they had printed."""
     for rank in ranks:
         os.kill(rank.pid, signal.SIGKILL)
@@ -67,14 +73,36 @@ def kill_all(ranks: list[subprocess.Popen], run: Path) -> list[str]:
     return outputs
 
 
-def kill_all_while_saving(ranks: list[subprocess.Popen], run: Path, step: int, timeout: float = 180) -> list[str]:
-    """kill -9 of every rank as soon as the first file of this step's checkpoint appears under its temporary name."""
+def kill_one(ranks: list[WarmRank], run: Path) -> None:
+    """kill -9 of rank 1; rank 0 loses its peer in a collective and ends by itself."""
+    ranks[1].kill()
+    codes, outputs = support.finish(ranks, timeout=120)
+    assert codes[0] not in (0, 75) and codes[1] == -signal.SIGKILL, outputs[0][-2000:]
+    assert_no_orphans(run)
+
+
+def kill_all_while_saving(script: Path, arguments: list, run: Path, step: int, timeout: float = 180) -> list[str]:
+    """Starts the ranks, which halt with the first file of this step's checkpoint, and kills them there (kill -9)."""
     draft = run / "checkpoints" / f".step-{step:08d}.tmp"
+    more = {"WARM_RANK_FIRST": "helpers.faults:halt_while_saving", "HALT_IN": draft.name}
+    ranks = support.start_ranks(script, arguments, **more)
     deadline = time.time() + timeout
     while not any(draft.rglob("*.pt")):
         assert time.time() < deadline and all(rank.poll() is None for rank in ranks)
-        time.sleep(0.001)
+        time.sleep(0.02)
     return kill_all(ranks, run)
+
+
+def halt_while_saving() -> None:
+    """In a rank: its first file of the checkpoint HALT_IN is written, and nothing after that."""
+    write = torch.save
+
+    def save(value, stream):
+        write(value, stream)
+        while os.environ["HALT_IN"] in stream.name:
+            time.sleep(1)
+
+    torch.save = save
 
 
 def assert_half_a_save_is_never_chosen(whole: Path, scratch: Path) -> None:
@@ -96,10 +124,11 @@ def assert_half_a_save_is_never_chosen(whole: Path, scratch: Path) -> None:
 
 def assert_same_run(run, whole, artifact="adapter_model.safetensors") -> None:
     """Equal losses, evaluations and exported weights, bit for bit."""
-    fields = ("step", "event", "epoch", "loss", "lr", "grad_norm", "tokens", "text_gap", "eos_loss")
+    fields = {"step", "event", "epoch", "loss", "lr", "grad_norm", "tokens"}
+    fields |= {"text_gap", "eos_loss", "gap", "end_loss", "stop_rate", "caption_gain", "text_drift"}
     history = [
         [
-            {k: r[k] for k in fields if k in r}
+            {name: value for name, value in r.items() if name in fields}
             for r in support.metrics(folder)
             if r.get("event") in (None, "eval", "done")
         ]

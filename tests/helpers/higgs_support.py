@@ -37,6 +37,32 @@ def tokenizer_of(demo):
     return AutoTokenizer.from_pretrained(str(demo / "model"), local_files_only=True)
 
 
+FACTS = {"codec": "higgs", "channels": 8, "codebooks": 8, "sample_rate": 24000, "hop": 960}
+WEIGHTS = {"ada": 2.0, "ben": 0.5, "cleo": 1.0, "dov": 0.25}
+
+
+def weighted(demo, folder) -> str:
+    """The demo's training clips with a loss weight per speaker."""
+    from helpers.support import write_tokens
+
+    source = TokenDataset(str(demo / "tokens/train"))
+    clips = [{"id": source.id(i), "text": source.text(i), "codes": source.codes(i)} for i in range(len(source))]
+    columns = {name: source.column(name).to_pylist() for name in ("ref", "speaker", "split")}
+    columns["weight"] = [WEIGHTS[speaker] for speaker in columns["speaker"]]
+    return str(write_tokens(folder, clips, columns=columns, **FACTS))
+
+
+def dialogues(demo, folder, *rows: tuple[str, str, str, str]) -> str:
+    """A dataset of (id, text, ref, ref1) with the demo's codes of that id; an empty text is the demo's own."""
+    from helpers.support import write_tokens
+
+    source = TokenDataset(str(demo / "tokens/train"))
+    at = {source.id(i): i for i in range(len(source))}
+    clips = [{"id": id, "text": text or source.text(at[id]), "codes": source.codes(at[id])} for id, text, *_ in rows]
+    columns = {"ref": [row[2] for row in rows], "ref1": [row[3] for row in rows]}
+    return str(write_tokens(folder, clips, columns=columns, **FACTS))
+
+
 def make_clips(demo, folder=None, train=True, **flags) -> VoiceClips:
     """The demo's clips, or a dataset's, with these flags."""
     from transformers import HiggsAudioV2Config
@@ -44,7 +70,9 @@ def make_clips(demo, folder=None, train=True, **flags) -> VoiceClips:
     config = HiggsAudioV2Config.from_pretrained(str(demo / "model"))
     tokenizer = tokenizer_of(demo)
     tokens = TokenDataset(str(folder or demo / "tokens" / ("train" if train else "eval")))
-    return VoiceClips(tokens, layout_of(config, tokenizer), Chat(tokenizer), Config(**flags), train)
+    settings = Config(**flags)
+    chat = Chat(tokenizer, settings.normalise_text, settings.voices_in)
+    return VoiceClips(tokens, layout_of(config, tokenizer), chat, settings, train)
 
 
 def logits_of(model, config, indices=(0, 1)):
@@ -52,10 +80,13 @@ def logits_of(model, config, indices=(0, 1)):
     from pathlib import Path
 
     clips = make_clips(Path(config.model).parent, config.eval_data, train=False)
-    batch = clips.batch(list(indices))
-    for name in ("ids", "positions", "audio_labels"):
-        batch.pop(name)
-    return model(**batch, use_cache=False).logits
+    return model(**for_the_library(clips.batch(list(indices))), use_cache=False).logits
+
+
+def for_the_library(batch: dict, *labels: str) -> dict:
+    """What the library's own forward takes of a batch; `labels`: also these."""
+    named = ("input_ids", "attention_mask", "position_ids", "audio_input_ids", "audio_input_ids_mask", *labels)
+    return {name: batch[name] for name in named if name in batch}
 
 
 def text_only_rank(process, scorer, model: str, ds: str, out: str) -> None:
@@ -91,17 +122,17 @@ def text_only_rank(process, scorer, model: str, ds: str, out: str) -> None:
 
 
 def stats_of(output):
-    """The parts of a LossOutput as one tensor: sums and counts, per codebook and for the text."""
+    """What the loss consists of, as one tensor: sums and counts, per codebook and for the text."""
     import torch
 
-    return torch.stack(list(output.parts.values()), dim=1)
+    return torch.stack([sums for name, sums in output.parts.items() if name != "end"], dim=1)
 
 
 def text_only(clips) -> dict:
-    from models.higgs.layout import build_row, collate
+    from models.higgs.layout import build_row
 
     [ids] = clips.chat.ids([clips.chat.prompt("bada gumi.", None, None, answer=False)])
-    return collate([build_row("text only", ids, [], clips.layout, answer=False)], clips.layout)
+    return clips.collate([build_row("text only", ids, [], clips.layout, answer=False)])
 
 
 def start_from(process, scorer, source: str, target: str, name: str) -> None:

@@ -1,7 +1,5 @@
 """What the tests of Llama MoT share: tiny models on the demo's checkpoints, and random batches."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -11,7 +9,7 @@ from common.contracts import LossOutput
 from common.loss import IGNORE
 from llama_mot import compute_loss
 from models.mot.build import Donor, build_mot, choose_parts, expert_of, load_llama
-from models.mot.data import pad
+from models.mot.data import pad, places
 from models.mot.layout import Layout, music
 
 DS = {"zero_optimization": {"stage": 0}}
@@ -49,13 +47,28 @@ def build(demo, kind="musicgen", untie="ffn", gain="scalar", full=False, donor=N
     return model
 
 
+def quantised_llama(demo, bits: str):
+    """The demo's Llama as plain transformers and bitsandbytes load it, frozen."""
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    options = {}
+    if bits == "4bit":
+        how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **how)
+    elif bits == "8bit":
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    llama = LlamaForCausalLM.from_pretrained(str(demo / "llama"), dtype=torch.float32, **options)
+    return llama.requires_grad_(False)
+
+
 def text_batch(model, ids):
     """A batch without any music."""
     ids = torch.as_tensor(ids)
     shape = (*ids.shape, model.layout.channels)
     labels = torch.full((*ids.shape, 4), IGNORE)
-    ids = ids[..., None].expand(shape)
-    return {"input_ids": ids, "codebooks": torch.zeros_like(ids), "mask": torch.ones(shape[:2]), "labels": labels}
+    ids, mask = ids[..., None].expand(shape), torch.ones(shape[:2])
+    batch = {"input_ids": ids, "codebooks": torch.zeros_like(ids), "mask": mask, "labels": labels}
+    return batch | places(ids.numpy(), mask.numpy(), labels.numpy(), model.layout)
 
 
 def batch_of(model, frames, texts=None, seed=0, final=True):
@@ -68,7 +81,7 @@ def batch_of(model, frames, texts=None, seed=0, final=True):
 
 def loss_output(model, batch, weights=(1.0, 1.0, 1.0, 1.0)) -> LossOutput:
     """The recipe's loss with these codebook weights."""
-    return compute_loss(model, batch, SimpleNamespace(codebook_weights=weights))
+    return compute_loss(model, batch | {"codebook_weights": torch.tensor(weights)})
 
 
 def loss_of(model, batch, weights=(1.0, 1.0, 1.0, 1.0)) -> tuple[torch.Tensor, torch.Tensor]:

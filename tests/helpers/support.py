@@ -1,14 +1,16 @@
 """What several tests share: starting ranks, reading what they wrote, small datasets made without data/encode.py."""
 
+import contextlib
 import hashlib
 import json
 import os
-import resource
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from helpers import warm_ranks
+from helpers.warm_ranks import WarmRank
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -22,14 +24,11 @@ def free_port() -> str:
 
 
 def environment(**more) -> dict:
-    """The test's environment, on the CPU, with the tests' own Python first on the path."""
-    return os.environ | CPU | {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"} | more
-
-
-def child_seconds() -> float:
-    """Processor time of all ended children: unlike the clock it does not depend on what else the machine does."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    """The test's environment, on the CPU, with the tests' own Python first on the path. The test's own process may be
+    a rank too, which what it starts must not join."""
+    place = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    mine = {name: value for name, value in os.environ.items() if name not in place}
+    return mine | CPU | {"PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"} | more
 
 
 def rank_environment(rank: int, world: int, port: str) -> dict:
@@ -39,23 +38,16 @@ def rank_environment(rank: int, world: int, port: str) -> dict:
     return environment(**{name: str(number) for name, number in numbers.items()}, **addresses)
 
 
-def start_ranks(script: Path, arguments: list, world: int = 2) -> list[subprocess.Popen]:
-    """Starts the ranks of one job as the launcher would, without the launcher's own imports."""
+def start_ranks(script: Path, arguments: list, world: int = 2, **more) -> list[WarmRank]:
+    """Starts the ranks of one job as the launcher would, without the launcher's and the ranks' imports; `more` is added
+    to their environment."""
+    if script.parent.name == "finetune" and "--export-check" not in arguments:
+        arguments = [*arguments, "--no-export-check"]  # it starts a process; test_export_check.py asks for it
     port = free_port()
-    return [
-        subprocess.Popen(
-            [PYTHON, script, *map(str, arguments)],
-            env=rank_environment(rank, world, port),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    return [warm_ranks.start(script, arguments, rank_environment(rank, world, port) | more) for rank in range(world)]
 
 
-def finish(ranks: list[subprocess.Popen], timeout: float = 300) -> tuple[list[int], list[str]]:
+def finish(ranks: list[WarmRank], timeout: float = 300) -> tuple[list[int], list[str]]:
     """Exit codes and outputs of all ranks."""
     try:
         outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
@@ -159,3 +151,14 @@ def voice(seconds=1.0, noise=0.02, seed=0):
     voice = sum(np.sin(2 * np.pi * 130 * k * time) / k * math.exp(-((130 * k - 700) ** 2) / 8e5) for k in range(1, 40))
     clean = 0.2 * voice * (0.5 + 0.5 * np.sign(np.sin(2 * np.pi * 2.2 * time))) + 1e-4 * rng.standard_normal(len(time))
     return clean, clean + noise * rng.standard_normal(len(time))
+
+
+@contextlib.contextmanager
+def scored(recipe, process, values: list):
+    """Inside, the evaluations of a recipe give these scores: before training, then after each evaluated step."""
+    own, scores = recipe.evaluate, iter(values)
+    recipe.evaluate = lambda *_, **__: next(scores)
+    try:
+        yield
+    finally:
+        recipe.evaluate = own

@@ -1,7 +1,6 @@
 """CMGAN killed and stopped, and started again: both networks end as if nothing had happened, bit for bit."""
 
 import json
-import re
 import shutil
 import signal
 
@@ -22,6 +21,7 @@ from helpers.faults import (
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
+SCRIPT = support.ROOT / "finetune" / "cmgan.py"
 # Dropout, average, gate, replay, a drop of the rate, evaluation: each is state that a resume could lose.
 JOB = (
     "--channels 4 --disc-channels 2 --seconds 0.5 --micro-batch 1 --steps 12 --lr 1e-3 --ema 0.9 --hold-out dov "
@@ -78,7 +78,7 @@ def kept(record) -> bool:
 
 
 def start(run, pairs):
-    return support.start_ranks(support.ROOT / "finetune" / "cmgan.py", job(run, pairs))
+    return support.start_ranks(SCRIPT, job(run, pairs))
 
 
 @pytest.mark.quick
@@ -89,11 +89,11 @@ def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whol
     wait_for_checkpoint(run, 4)
     assert len(processes_of(run)) >= 4  # two ranks, each with a scorer
     kill_all(ranks, run)
-    outputs = kill_all_while_saving(start(run, pairs), run, 8)
+    outputs = kill_all_while_saving(SCRIPT, job(run, pairs), run, 8)
     assert f"resuming after step 4 from {run}/checkpoints/step-00000004" in outputs[0]
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert re.search("resuming after step [48]", outputs[0])
+    assert "resuming after step 4 " in outputs[0], "half a checkpoint is none"
     assert_same_run(run, whole)
 
 
@@ -124,5 +124,5 @@ def test_another_setting_of_the_networks_is_refused(whole, pairs, tmp_path):
     shutil.copytree(whole, run)
     words = job(run, pairs)
     words[words.index("--disc-channels") + 1] = "4"
-    codes, outputs = support.finish(support.start_ranks(support.ROOT / "finetune" / "cmgan.py", words, world=1))
+    codes, outputs = support.finish(support.start_ranks(SCRIPT, words, world=1))
     assert codes == [2] and "belongs to another run" in outputs[0] and "disc_channels: 2 then, 4 now" in outputs[0]

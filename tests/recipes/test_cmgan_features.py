@@ -155,7 +155,8 @@ def test_memorising_one_pair_the_ear_follows_the_loss(trained, tmp_path, pairs):
     train = support.write_pairs(tmp_path / "train", [pair])
     judge = support.write_pairs(tmp_path / "judge", [pair | {"id": "y_0"}])
     _, run = trained(
-        data=str(train), eval_data=str(judge), hold_out=[], eval_files=0, channels=8, disc_channels=4, steps=MEMORISE,
+        data=str(train), eval_data=str(judge), allow_overlap=True, hold_out=[], eval_files=0, channels=8,
+        disc_channels=4, steps=MEMORISE,
         micro_batch=1, lr=5e-3, decay_epochs=MEMORISE / 3, eval_every=MEMORISE // 4, probe=8,
     )  # fmt: skip
     evals = [record for record in support.metrics(run) if record.get("event") == "eval"]
@@ -348,8 +349,9 @@ def test_mistakes_of_infer_enhance_are_one_sentence(finished, tmp_path, words, s
 
 def run_infer(script: str, *words) -> subprocess.CompletedProcess:
     command = [support.PYTHON, support.ROOT / "finetune" / "infer" / script, *words]
-    alone = support.environment(MASTER_PORT=support.free_port())  # this test's own process is a rank too
-    return subprocess.run(command, env=alone, cwd=support.ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=support.environment(), cwd=support.ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def test_infer_diagnose_prints_its_checks_and_fails_with_code_2(finished):

@@ -1,6 +1,9 @@
 """What the flags of the Dia LoRA recipe do, each shown on a short run of one rank in this process."""
 
+import hashlib
 import json
+import re
+import shutil
 import subprocess
 
 import numpy as np
@@ -11,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import dia_lora
-from common import checkpoint, engine
+from common import checkpoint, engine, runs
 from common.config import UserError, parse_args
 from common.ds_config import resolve_ds
 from common.plan import Plan
@@ -58,7 +61,7 @@ def test_the_export_is_the_best_checkpoint_and_says_which(trained, demo, monkeyp
     monkeypatch.setattr(dia_lora, "evaluate", lambda *_, **__: next(scores))
     _, run = trained(steps=4, eval_every=1, lr=5e-3, eval_data=str(demo / "tokens/eval"))
     facts = json.loads((run / "export" / "training_config.json").read_text())
-    assert facts["recipe"] == "dia_lora" and facts["checkpoint"] == {"step": 2, "score": 1.0}
+    assert facts["recipe"] == "dia_lora" and facts["checkpoint"] == {"step": 2, "score": 1.0, "why": "the best by loss"}
     exported = load_file(run / "export" / "adapter_model.safetensors")
     best, last = (
         {name.replace(".default", ""): value for name, value in checkpoint.masters(run / "checkpoints" / step).items()}
@@ -69,10 +72,46 @@ def test_the_export_is_the_best_checkpoint_and_says_which(trained, demo, monkeyp
     assert not all(torch.equal(exported[name], last[name]) for name in last)
 
 
+def test_spikes_are_skipped_and_can_be_repeated_and_a_resumed_run_skips_the_same(trained, ranks, demo, tmp_path):
+    """A limit of 1 times the median skips every step that is over it."""
+    flags = {"steps": 14, "save_every": 11, "max_spike": 1.0, "lr": 2e-3}
+    _, run = trained(**flags)
+    records = support.metrics(run)
+    skips = [record for record in records if record.get("event") == "skip"]
+    norms = {record["step"]: record["grad_norm"] for record in records if "grad_norm" in record}
+    over = [step for step in range(9, 15) if norms[step] > np.median([norms[s] for s in range(1, step)])]
+    assert [record["step"] for record in skips] == over and {*over} & {12, 13, 14}
+
+    # The file holds what the step saw: at the weights before it, its gradient has the norm that was logged.
+    again = tmp_path / "again"
+    (tmp_path / "run").rename(tmp_path / "first")
+    resumed, run = trained(**flags, resume=str(tmp_path / "first" / "checkpoints" / "step-00000011"), out=str(again))
+    assert [r for r in support.metrics(again) if r.get("event") == "skip"] == [s for s in skips if s["step"] > 11]
+    losses = [{r["step"]: r["loss"] for r in support.step_records(f) if r["step"] > 11}
+              for f in (tmp_path / "first", again)]  # fmt: skip
+    assert losses[0] == losses[1]
+
+
+def test_a_skipped_step_can_be_repeated_from_its_file(trained, monkeypatch):
+    """With a limit of 0 the first step after it holds is skipped: its micro-batch gives the logged norm again."""
+    monkeypatch.setattr(runs.Run, "max_norm", lambda run: 0.0)
+    ds_engine, run = trained(steps=1)
+    (skip,) = [record for record in support.metrics(run) if record.get("event") == "skip"]
+    (batch,) = torch.load(run / "skipped" / "step-00000001.pt", weights_only=True)["micro_batches"]
+    assert batch["ids"] == skip["ids"]
+    model = ds_engine.module.model  # nothing was applied: it is the model that the step saw
+    output = ds_engine.module(batch)
+    weight = float((batch["labels"] != -100).sum())
+    trained_ = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(output.loss_sum / weight, trained_, allow_unused=True)
+    norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+    assert skip["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
 def test_without_a_score_the_export_is_the_last_checkpoint(trained):
     _, run = trained(eval_every=1)
     facts = json.loads((run / "export" / "training_config.json").read_text())
-    assert facts["checkpoint"] == {"step": 3, "score": None}
+    assert facts["checkpoint"] == {"step": 3, "score": None, "why": "the last: no evaluation gave a score"}
 
 
 def test_the_logged_loss_is_what_is_optimised(trained):
@@ -130,6 +169,15 @@ def test_ranks_a_group_and_the_trainable_count(trained):
     assert sum(p.numel() for p in engine.trainable(ds_engine).values()) == expected > 0
 
 
+def test_the_lora_flags_reach_peft(demo):
+    flags = {"lora_rank": 4, "lora_alpha": 24, "lora_dropout": 0.25, "lora_groups": ["dec_self"], "precision": "fp32"}
+    config = dia_lora.Config(model=str(demo / "dia"), data="x", **flags)
+    model = dia_lora.build_model(config, resolve_ds(config.ds, config, 1), {})
+    settings = model.peft_config["default"]
+    assert (settings.r, settings.lora_alpha, settings.lora_dropout) == (4, 24, 0.25)
+    assert {module.scaling["default"] for module in model.modules() if hasattr(module, "lora_A")} == {24 / 4}
+
+
 @pytest.mark.parametrize("variant", ["rslora", "dora"])
 def test_lora_variants_train_and_reload(trained, demo, variant):
     ds_engine, run = trained(**{variant: True})
@@ -161,6 +209,47 @@ def test_held_out_rows_are_never_trained_on(demo, tmp_path):
         assert chosen.batch(range(len(chosen)))["ids"] == [clips[i]["id"] for i in kept]
 
 
+def test_a_split_evaluates_on_clips_that_are_not_trained_on(trained, demo, monkeypatch):
+    seen = []
+    check = dia_lora.check_holdout
+    monkeypatch.setattr(dia_lora, "check_holdout", lambda *sets: (seen.extend([*sets[0], sets[1]]), check(*sets)))
+    _, run = trained(eval_split=0.2, steps=1)
+    ids = [set(clips.ids(range(len(clips)))) for clips in seen]
+    whole = TokenDataset(str(demo / "tokens/train"))
+    assert not ids[0] & ids[1] and ids[0] | ids[1] == {whole.id(i) for i in range(len(whole))} and len(ids[1]) > 3
+    assert [record["step"] for record in support.metrics(run) if record.get("event") == "eval"] == [0, 1]
+    # The export tells which codec it speaks through.
+    made, weights = json.loads((demo / "tokens/train/dataset.json").read_text()), demo / "codec/model.safetensors"
+    assert json.loads((run / "export/codec.json").read_text()) == {
+        "name": "dac", "place": made["weights"], "sample_rate": 44100, "hop": 512,
+        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+    }  # fmt: skip
+
+
+def test_training_clips_are_not_evaluated_on(trained, demo, tmp_path):
+    with pytest.raises(UserError, match="evaluation clip 'train-ada_000' is trained on"):
+        trained(eval_data=str(demo / "tokens/train"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"sample_rate": 24000}, "sample_rate = 24000 but --model .* needs 44100"),
+        ({"hop": 320}, "hop = 320 but --model .* needs 512"),
+        ({"weights_sha256": "0" * 64}, r"other codec weights \(.*, 000000000000\)"),
+        ({"weights_sha256": "0" * 64, "weights": "someone/else"}, r"other codec weights \(someone/else, 0"),
+    ],
+)
+def test_codes_of_another_codec_are_refused(trained, demo, tmp_path, change, words):
+    shutil.copytree(demo / "tokens/train", tmp_path / "tokens")
+    info = json.loads((tmp_path / "tokens/dataset.json").read_text())
+    (tmp_path / "tokens/dataset.json").write_text(json.dumps(info | change))
+    with pytest.raises(UserError, match=words):
+        trained(data=str(tmp_path / "tokens"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_first_step_without_texts_is_not_taken_for_dead_matrices(trained, demo):
     seed = first_seed_without_text(demo)
     _, run = trained(text_dropout=0.5, seed=seed, precision="bf16", lora_rank=4)
@@ -181,6 +270,7 @@ def first_seed_without_text(demo) -> int:
     raise AssertionError("no such seed")
 
 
+@pytest.mark.long
 def test_samples_are_spoken_decoded_and_reported(trained, demo):
     _, run = trained(eval_data=str(demo / "tokens/eval"), samples=2, sample_every=2, sample_frames=30)
     for step in ("step-00000002", "step-00000003", "recorded"):
@@ -254,6 +344,67 @@ def test_speaking_a_text_writes_sound(adapter, demo, tmp_path):
     assert again.returncode == 0 and (tmp_path / "a.wav").read_bytes() == (tmp_path / "b.wav").read_bytes()
 
 
+def with_codec(adapter, folder, **changes):
+    """The adapter in a folder, with a codec.json."""
+    shutil.copytree(adapter, folder)
+    codec = {"name": "dac", "place": None, "sample_rate": 44100, "hop": 512, "sha256": None} | changes
+    (folder / "codec.json").write_text(json.dumps(codec))
+    return folder
+
+
+def test_a_codec_that_is_gone_or_has_changed_is_named_in_one_sentence(adapter, demo, tmp_path, monkeypatch, capsys):
+    from infer import dia_speak
+
+    gone = with_codec(adapter, tmp_path / "gone", place=str(tmp_path / "no-codec"), sha256="1" * 64)
+    changed = with_codec(adapter, tmp_path / "changed", place=str(demo / "codec"), sha256="1" * 64)
+    for folder, sentence in ((gone, "is neither on this machine"), (changed, "is no longer the one")):
+        words = ["dia_speak.py", "--adapter", folder, "--text", "[S1] bada", "--wav", tmp_path / "a.wav"]
+        monkeypatch.setattr("sys.argv", list(map(str, words)))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            dia_speak.main()
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and said.count("\n") == 1 and sentence in said and "(SHA-256 111111111111)" in said
+
+
+@pytest.mark.long
+def test_speaking_through_a_pth_codec(adapter, tmp_path):
+    """descript-audio-codec's own format, by --codec and as the recorded codec."""
+    from dac import DAC
+
+    sizes = {"encoder_dim": 4, "encoder_rates": [2, 4, 8, 8], "decoder_dim": 32, "decoder_rates": [8, 8, 4, 2]}
+    sizes |= {"n_codebooks": 9, "codebook_size": 1024, "codebook_dim": 4, "sample_rate": 44100}
+    file = tmp_path / "weights.pth"
+    torch.save({"state_dict": DAC(**sizes).state_dict(), "metadata": {"kwargs": sizes}}, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    known = with_codec(adapter, tmp_path / "known", place=str(file), sha256=digest)
+    for number, words in enumerate((["--adapter", adapter, "--codec", file], ["--adapter", known])):
+        wav = tmp_path / f"{number}.wav"
+        done = speak_script(*words, "--text", "[S1] bada gumi", "--seconds", "0.5", "--wav", wav)
+        assert done.returncode == 0, done.stderr
+        audio, rate = soundfile.read(wav)
+        assert rate == 44100 and 0 < len(audio) <= 0.5 * 44100 and len(audio) % 512 == 0
+    assert (tmp_path / "0.wav").read_bytes() == (tmp_path / "1.wav").read_bytes()
+
+
+@pytest.mark.long
+def test_a_long_text_is_spoken_in_parts_with_the_voice_of_a_recording(adapter, demo, tmp_path):
+    """Two channels at 22.05 kHz in another container, as people have them."""
+    noise = np.random.default_rng(0).uniform(-0.3, 0.3, (22050, 2))
+    soundfile.write(tmp_path / "voice.flac", noise, 22050)
+    (tmp_path / "text.txt").write_text("Bada gumi lono sike.\n" * 20)
+    words = ["--adapter", adapter, "--codec", demo / "codec", "--text-file", tmp_path / "text.txt", "--seconds", "0.3"]
+    voice = ["--voice", tmp_path / "voice.flac", "--voice-text", "Lono bada."]
+    done = speak_script(*words, *voice, "--wav", tmp_path / "a.wav")
+    assert done.returncode == 0, done.stderr
+    parts = [float(seconds) for seconds in re.findall(r"^part \d of 2: ([\d.]+) s", done.stdout, re.M)]
+    audio, rate = soundfile.read(tmp_path / "a.wav")
+    assert len(parts) == 2 and max(parts) <= 0.3 and len(audio) / rate == pytest.approx(sum(parts) + 0.2, abs=0.02)
+    pause = audio[round(parts[0] * rate) + 500 :][: int(0.15 * rate)]
+    assert not pause.any() and audio.any()
+    assert "does not exist" in speak_script(*words, "--voice", "no.wav", "--voice-text", "a", "--wav", "x.wav").stderr
+
+
 def test_merged_folder_loads_alone_and_equals_base_plus_adapter(adapter, demo, tmp_path):
     from transformers import DiaForConditionalGeneration, DiaTokenizer
 
@@ -275,6 +426,7 @@ def test_merged_folder_loads_alone_and_equals_base_plus_adapter(adapter, demo, t
     [
         (["--text", "hello"], "give --text and --wav"),
         (["--text", "hello", "--wav", "x.wav", "--temperature", "0.5"], "--temperature 0.5"),
+        (["--text", "hello", "--wav", "x.wav", "--voice", "x.wav"], "--voice and --voice-text go together"),
         (["--text", "x" * 2000, "--wav", "x.wav"], "--text has 2002 bytes"),
     ],
 )

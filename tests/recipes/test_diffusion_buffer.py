@@ -213,7 +213,10 @@ def test_a_plateau_of_the_chosen_metric_lowers_the_rate(runs):
     rates = [record["lr"] for record in support.step_records(runs / "plateau")]
     assert rates == pytest.approx([1e-5, 2e-5, 2e-5, 2e-5, 1e-5, 1e-5, 1e-5, 5e-6])
     exported = json.loads((runs / "plateau" / "export" / "config.json").read_text())
-    assert exported["checkpoint"] == {"step": 8, "score": 0.5} and exported["recipe"] == "diffusion_buffer"
+    assert (
+        exported["checkpoint"] == {"step": 8, "score": 0.5, "why": "the best by si_sdr"}
+        and exported["recipe"] == "diffusion_buffer"
+    )
 
 
 @pytest.mark.quick

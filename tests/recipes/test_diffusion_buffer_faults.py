@@ -1,7 +1,6 @@
 """The Diffusion Buffer killed and stopped, and started again: the result is the uninterrupted run's, bit for bit."""
 
 import json
-import re
 import shutil
 import signal
 import time
@@ -22,6 +21,7 @@ from helpers.faults import (
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
+SCRIPT = support.ROOT / "finetune" / "diffusion_buffer.py"
 # Average, context noise, drawn buffers, tracked levels, accumulation and a plateau are on: each of them is state that a
 # resume could lose.
 JOB = (
@@ -69,7 +69,7 @@ def assert_same_run(run, whole) -> None:
 
 
 def start(run, pairs):
-    return support.start_ranks(support.ROOT / "finetune" / "diffusion_buffer.py", job(run, pairs))
+    return support.start_ranks(SCRIPT, job(run, pairs))
 
 
 @pytest.mark.quick
@@ -79,11 +79,11 @@ def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whol
     support.wait_for_step(run, 8)
     wait_for_checkpoint(run, 6)
     kill_all(ranks, run)
-    outputs = kill_all_while_saving(start(run, pairs), run, 12)
+    outputs = kill_all_while_saving(SCRIPT, job(run, pairs), run, 12)
     assert f"resuming after step 6 from {run}/checkpoints/step-00000006" in outputs[0]
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert re.search("resuming after step (6|12)", outputs[0])  # the save may have been whole by then
+    assert "resuming after step 6 " in outputs[0], "half a checkpoint is none"
     assert_same_run(run, whole)
 
 

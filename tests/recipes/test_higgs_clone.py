@@ -16,7 +16,7 @@ import higgs_clone
 from common.ds_config import resolve_ds
 from common.plan import Plan
 from helpers import support
-from helpers.higgs_support import SMALL, assets, logits_of, make_clips
+from helpers.higgs_support import SMALL, WEIGHTS, assets, for_the_library, logits_of, make_clips, weighted
 from helpers.rank_server import Runs
 from models.higgs.weights import load_higgs
 
@@ -26,11 +26,14 @@ pytestmark = pytest.mark.distributed
 PATH = {"preset": "audio_path", "weight_decay": 0.0, "lr": 5e-5}
 LEARNING = {**SMALL, "lora_rank": 16, "io": "lora", "steps": 16, "micro_tokens": 1600, "accumulation": 1, "lr": 5e-3}
 # Dropout, average and accumulation are state that a resume could lose; 64 clips are an epoch of 6 steps.
+HUB_CODEC = "bosonai/higgs-audio-v2-tokenizer"
 LONG = {"steps": 8, "save_every": 4, "lora_dropout": 0.1, "ema": 0.9, "eval_data": ""}
 LORA2 = pytest.param("lora2", marks=pytest.mark.quick)
+AUGMENTED = {"reference_crop": 0.4, "reference_dropout": 0.3, "steps": 8}  # into the second epoch
 RESUMED = {
     "resume_lora3": {"ds": "ds_configs/zero3.json"},
     "resume_bf16": {"ds": "ds_configs/zero2.json", "precision": "bf16"},
+    "resume_augmented": {"ds": "ds_configs/zero2.json", **AUGMENTED},
     "resume_path2": {"ds": "ds_configs/zero2.json", "preset": "audio_path"},
     "resume_path3": {"ds": "ds_configs/zero3.json", "preset": "audio_path"},
 }
@@ -49,13 +52,15 @@ def runs(higgs_demo, two_ranks, tmp_path_factory):
         "packed": {"ds": ZERO[2], "packing": True},
         "checkpointing3": {"ds": ZERO[3], "gradient_checkpointing": True},
         "ema3": {"ds": ZERO[3], "ema": 0.9},
+        "augmented": {"ds": ZERO[2], **AUGMENTED, "data": weighted(higgs_demo, folder / "weighted")},
         "io_lora2": {"ds": ZERO[2], "io": "lora"},
         "io_train3": {"ds": ZERO[3], "io": "train"},
         "all2": {"ds": ZERO[2], "preset": "all", "text_loss": 0.2},
-        "full3": {"ds": ZERO[3], "preset": "full", "samples": 3, "sample_frames": 12},
+        "full3": {"ds": ZERO[3], "preset": "full", "samples": 3, "sample_frames": 12, "codec_name": HUB_CODEC},
         "bf16": {**LEARNING, "ds": ZERO[2], "precision": "bf16"},
         "adamw8bit": {**LEARNING, "ds": ZERO[2], "optimizer": "adamw8bit"},
         "4bit": {**LEARNING, "ds": ZERO[2], "quantize": "4bit", "io": "none"},
+        "8bit": {**LEARNING, "ds": ZERO[2], "quantize": "8bit", "io": "none"},
     }
     base = {**SMALL, **assets(higgs_demo)}
     configs = {name: base | config for name, config in configs.items()}
@@ -88,12 +93,14 @@ def config_for(demo, **changes) -> higgs_clone.Config:
     return replace(higgs_clone.Config(**SMALL, **assets(demo)), **changes)
 
 
-def train_plainly(demo, **changes):
+def train_plainly(demo, weights_of=lambda name: 1.0, **changes):
     """The same training in one process with torch's own AdamW, clipping, cross-entropy and the model's own forward."""
     config = config_for(demo, **changes)
     model = higgs_clone.build_model(config, resolve_ds(config.ds, config, 1))
     model.train()
-    clips = make_clips(demo)
+    clips = make_clips(
+        demo, config.data, reference_crop=config.reference_crop, reference_dropout=config.reference_dropout
+    )
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(weights.values(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
@@ -102,16 +109,18 @@ def train_plainly(demo, **changes):
     for step in range(config.steps):
         total, count = 0.0, 0
         for number in range(4 * step, 4 * step + 4):  # 2 ranks x 2 accumulation steps
-            batch = clips.batch(plan.micro_batch(number)[1])
-            labels, mask = batch.pop("audio_labels"), batch["audio_input_ids_mask"]
-            batch.pop("ids"), batch.pop("positions")
-            logits = model(**batch, use_cache=False).logits.unflatten(-1, (8, 1026))
+            epoch, rows = plan.micro_batch(number)
+            batch = clips.batch(rows, epoch)
+            labels, mask = batch["audio_labels"], batch["audio_input_ids_mask"]
+            logits = model(**for_the_library(batch), use_cache=False).logits.unflatten(-1, (8, 1026))
             ids = batch["input_ids"]
             at = (ids == clips.layout.audio) | (ids == clips.layout.delay)
             placed = torch.full((*ids.shape, 8), -100)
             placed[at] = labels[mask]
-            picked = F.cross_entropy(logits[:, :-1].flatten(0, 2), placed[:, 1:].flatten(), reduction="sum")
-            total, count = total + picked, count + int((placed != -100).sum())
+            picked = F.cross_entropy(logits[:, :-1].flatten(0, 2), placed[:, 1:].flatten(), reduction="none")
+            share = torch.tensor([weights_of(name) for name in batch["ids"]])
+            total = total + (picked.view(len(share), -1).sum(1) * share).sum()
+            count += float(((placed != -100).sum((1, 2)) * share).sum())
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         progress = (step - 2) / (config.steps - 3)
@@ -151,6 +160,14 @@ def test_two_ranks_equal_one_process(runs, plain, run):
     if not run.startswith("path"):
         assert set(found) == set(weights)
         assert any(float(value.abs().max()) > 1e-3 for name, value in found.items() if "lora_B" in name)
+
+
+def test_crop_dropout_and_weights_on_two_ranks_equal_one_process(runs, higgs_demo):
+    run = runs / "augmented"
+    weights_of = lambda name: WEIGHTS[name.split("_")[0]]  # noqa: E731
+    weights, _, losses = train_plainly(higgs_demo, weights_of, **AUGMENTED)
+    assert_same(exported(run), weights)
+    assert [record["loss"] for record in support.step_records(run)] == pytest.approx(losses, abs=1e-5)
 
 
 def test_exported_average_equals_one_process(runs, plain):
@@ -264,7 +281,7 @@ def test_a_trained_embedding_and_head_are_in_the_adapter_and_moved(runs, higgs_d
         assert mine.shape == base[name].shape and float((mine - base[name]).abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("run", ["bf16", "adamw8bit", "4bit"])
+@pytest.mark.parametrize("run", ["bf16", "adamw8bit", "4bit", "8bit"])
 def test_low_precision_trains(runs, run):
     losses = [record["loss"] for record in support.step_records(runs / run)]
     assert np.mean(losses[-3:]) < losses[0] - 0.2
@@ -277,13 +294,13 @@ def test_full_export_is_a_whole_folder_that_speaks_the_same_in_a_fresh_process(r
     base, found = load_file(higgs_demo / "model/model.safetensors"), exported(runs / "full3")
     assert set(found) == set(base) and torch.equal(found["text_lm_head.weight"], base["text_lm_head.weight"])
     processor = json.loads((folder / "processor_config.json").read_text())
-    assert processor["audio_tokenizer"]["audio_tokenizer_name_or_path"] == "bosonai/higgs-audio-v2-tokenizer"
+    assert processor["audio_tokenizer"]["audio_tokenizer_name_or_path"] == HUB_CODEC
     generation = json.loads((folder / "generation_config.json").read_text())
     assert (generation["ras_win_len"], generation["ras_win_max_num_repeat"]) == (7, 2)
     here = {path.name for path in folder.iterdir()}
     assert {"chat_template.jinja", "tokenizer.json", "config.json", "training_config.json"} <= here
-    private = [path.name for path in folder.iterdir() if str(higgs_demo).encode() in path.read_bytes()]
-    assert private == ["training_config.json"]  # what was asked for; nothing that a loader reads
+    private = sorted(path.name for path in folder.iterdir() if str(higgs_demo).encode() in path.read_bytes())
+    assert private == ["codec.json", "training_config.json"]  # what was used; nothing that the library reads
     code = (
         "import sys, torch; sys.path[:0] = ['finetune', 'tests']\n"
         "from pathlib import Path\nfrom helpers.higgs_support import make_clips\n"

@@ -15,6 +15,7 @@ import higgs_clone
 from common import engine
 from common.config import UserError
 from common.ds_config import resolve_ds
+from common.lora import base_model
 from common.runtime import Process, init_process
 from common.tokens import TokenDataset
 from helpers import support
@@ -77,7 +78,7 @@ def test_empty_batches_pass_through_the_loggers(higgs_demo, tmp_path):
     for batch in (text_only(clips), clips.batch([0])):
         meter.add(batch, higgs_clone.compute_loss(model, batch, clips))
     totals = meter.reduce(Process(0, 1, torch.device("cpu")))
-    assert len(totals.parts) == 8 and np.isfinite(list(totals.parts.values())).all() and meter.non_finite_ids() == []
+    assert len(totals.parts) == 9 and np.isfinite(list(totals.parts.values())).all() and meter.non_finite_ids() == []
 
 
 def test_codes_of_another_codec_are_refused(trained, higgs_demo, tmp_path):
@@ -112,6 +113,15 @@ def test_a_model_of_another_kind_is_refused(trained, higgs_demo):
 # ---- flags -------------------------------------------------------------------------------------------------------
 
 
+def test_the_lora_flags_reach_peft(higgs_demo):
+    flags = {"lora_rank": 4, "lora_alpha": 24, "lora_dropout": 0.25, "preset": "attn", "precision": "fp32"}
+    config = higgs_clone.Config(**assets(higgs_demo), **flags)
+    model = higgs_clone.build_model(config, resolve_ds(config.ds, config, 1))
+    settings = model.peft_config["default"]
+    assert (settings.r, settings.lora_alpha, settings.lora_dropout) == (4, 24, 0.25)
+    assert {module.scaling["default"] for module in model.modules() if hasattr(module, "lora_A")} == {24 / 4}
+
+
 @pytest.mark.parametrize("variant", ["rslora", "dora"])
 def test_lora_variants_train_and_reload(trained, higgs_demo, variant):
     from peft import PeftModel
@@ -121,7 +131,7 @@ def test_lora_variants_train_and_reload(trained, higgs_demo, variant):
     loaded = PeftModel.from_pretrained(base, str(run / "export")).eval()
     assert getattr(loaded.peft_config["default"], f"use_{variant}")
     clips = make_clips(higgs_demo)
-    states = [labelled_states(m, clips.batch([0]), clips.layout)[0] for m in (ds_engine.module.model.eval(), loaded)]
+    states = [labelled_states(m, clips.batch([0]))[0] for m in (ds_engine.module.model.eval(), loaded)]
     assert torch.allclose(*states, atol=1e-5)
 
 
@@ -146,6 +156,22 @@ def test_codebook_weights_and_text_loss_change_the_training(trained, higgs_demo)
     assert weights.tolist() == pytest.approx([1.6, 1.6, 1.2, 1.2, 0.8, 0.8, 0.4, 0.4])
 
 
+def test_the_end_loss_of_a_step_is_the_plain_cross_entropy_of_the_ends(higgs_demo):
+    config = higgs_clone.Config(model=str(higgs_demo / "model"), precision="fp32", lora_rank=4, lora_dropout=0.0)
+    model = higgs_clone.build_model(config, resolve_ds(config.ds, config, 1)).eval()
+    clips = make_clips(higgs_demo)
+    batch = clips.batch(range(4))
+    with torch.no_grad():
+        total, count = higgs_clone.compute_loss(model, batch, clips).parts["end"]
+        hidden, labels, _ = labelled_states(model, batch)
+        head = base_model(model).audio_lm_head.weight
+        logits = (hidden @ head.T).view(*labels.shape, -1)
+    ends = labels == clips.layout.eos
+    assert int(count) == int(ends.sum()) == 4 * 8, "one end per clip and codebook"
+    expected = torch.nn.functional.cross_entropy(logits[ends], labels[ends], reduction="sum")
+    assert float(total) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(trained, capsys):
     _, run = trained(dry_run=True)
     printed = capsys.readouterr().out
@@ -159,11 +185,11 @@ def test_a_checkpoint_worse_than_the_base_is_never_the_best(monkeypatch, capsys)
     events = []
 
     def score(promote=False, **values):
-        config = SimpleNamespace(samples=0, promote_worse=promote)
+        config = SimpleNamespace(samples=0, promote_worse=promote, best_by="loss")
         run = SimpleNamespace(config=config, process=None, first_eval=lambda: base, folder=None)
         run.tracker = SimpleNamespace(event=lambda *a, **k: events.append(k))
         monkeypatch.setattr(higgs_clone, "token_metrics", lambda *_: {"loss": 4.0, **values})
-        return higgs_clone.evaluate(None, [1], run, engine.Ema(None, 0.0), 7, False, [])
+        return higgs_clone.evaluate(None, [1], run, engine.Ema(None, 0.0), 7, False, [], SimpleNamespace(decide=False))
 
     assert score(gap=0.29, stop_rate=1.0) == 4.0
     assert score(gap=0.2, stop_rate=1.0) is None and "worse than the base in gap" in capsys.readouterr().out
@@ -171,6 +197,24 @@ def test_a_checkpoint_worse_than_the_base_is_never_the_best(monkeypatch, capsys)
     assert score(promote=True, gap=0.3, stop_rate=0.5) == 4.0
     assert score(gap=-0.01, stop_rate=1.0) is None and "voice prompt is ignored" in capsys.readouterr().out
     assert len(events) == 5
+
+    def later(best_by="loss", **values):
+        config = SimpleNamespace(promote_worse=False, best_by=best_by)
+        start = base | {"wer": 0.4, "similarity": 0.6}
+        return higgs_clone.score_of({"step": 7, "loss": 4.0, "gap": 0.3, "stop_rate": 1.0, **values}, start, config)
+
+    assert later(wer=0.44, similarity=0.56) == 4.0
+    assert later(wer=0.46, similarity=0.6) is None and later(wer=0.4, similarity=0.54) is None
+    assert later("wer", wer=0.2, similarity=0.6) == pytest.approx(0.2, abs=1e-4)
+
+
+def test_the_export_is_the_best_that_the_guard_lets_through(trained, higgs_demo, monkeypatch):
+    """The lowest loss is that of step 2, which follows the voice less than the base does."""
+    metrics = iter([{"loss": 5.0, "gap": 0.3}, {"loss": 4.0, "gap": 0.3}, {"loss": 1.0, "gap": 0.1}])
+    monkeypatch.setattr(higgs_clone, "token_metrics", lambda *_: next(metrics))
+    _, run = trained(eval_data=assets(higgs_demo)["eval_data"], eval_every=1)
+    facts = json.loads((run / "export" / "training_config.json").read_text())["checkpoint"]
+    assert facts == {"step": 1, "score": 4.0, "why": "the best by loss"}
 
 
 # ---- the result, used --------------------------------------------------------------------------------------------
@@ -213,13 +257,40 @@ def test_merged_folder_is_complete_and_equals_base_plus_adapter(adapter, higgs_d
     base = higgs_weights.load_higgs(str(higgs_demo / "model"), "", torch.float32)
     tuned = PeftModel.from_pretrained(base, str(adapter)).eval()
     clips = make_clips(higgs_demo)
-    expected, found = (labelled_states(m, clips.batch([0, 1]), clips.layout)[0] for m in (tuned, merged))
+    expected, found = (labelled_states(m, clips.batch([0, 1]))[0] for m in (tuned, merged))
     assert torch.allclose(expected, found, atol=1e-4) and float(expected.abs().max()) > 0.1
     head = load_file(higgs_demo / "model/model.safetensors")["text_lm_head.weight"]
     assert torch.equal(merged.text_lm_head.weight, head)
     processor = AutoProcessor.from_pretrained(str(tmp_path / "merged"))
     assert type(processor.audio_tokenizer).__name__ == "HiggsAudioV2TokenizerModel"
     assert "exists already" in speak_script("--adapter", adapter, "--merge", tmp_path / "merged").stderr
+
+
+@pytest.mark.long
+def test_a_merged_folder_names_the_codec_of_the_training_data(adapter, higgs_demo, tmp_path):
+    used = tmp_path / "export"
+    shutil.copytree(adapter, used)
+    codec = {"name": "higgs", "place": str(tmp_path / "my-codec"), "sample_rate": 24000, "hop": 960, "sha256": "0" * 64}
+    (used / "codec.json").write_text(json.dumps(codec))
+    assert speak_script("--adapter", used, "--merge", tmp_path / "merged").returncode == 0
+    assert json.loads((tmp_path / "merged/codec.json").read_text()) == codec
+    processor = json.loads((tmp_path / "merged/processor_config.json").read_text())
+    assert processor["audio_tokenizer"]["audio_tokenizer_name_or_path"] == codec["place"]
+    done = speak_script("--model", tmp_path / "merged", "--text", "gumi", "--wav", tmp_path / "a.wav")
+    assert done.returncode == 2 and done.stderr.strip().count("\n") == 0
+    assert f"the codec {codec['place']} (SHA-256 000000000000) is neither on this machine" in done.stderr
+
+
+def test_with_a_split_no_held_out_clip_is_heard_as_a_reference(higgs_demo):
+    """By clip, so that references are on the other side of the split too."""
+    flags = {"eval_split": 0.3, "eval_split_by": "clip"}
+    held, train = (make_clips(higgs_demo, higgs_demo / "tokens/train", side, **flags) for side in (False, True))
+    tokens = train.tokens
+    names = {tokens.id(i): tokens.value("ref", i) for i in range(len(tokens))}
+    held_ids, train_ids = (set(clips.ids(range(len(clips)))) for clips in (held, train))
+    assert held_ids and train_ids and not held_ids & (train_ids | {names[name] for name in train_ids})
+    assert {tokens.id(i) for i in train.heard} == train_ids | {names[name] for name in train_ids}
+    assert train_ids == {name for name in names if name not in held_ids and names[name] not in held_ids}
 
 
 def test_a_merged_folder_prepares_texts_as_the_training_did(adapter, tmp_path):
@@ -242,11 +313,24 @@ def test_speaking_in_the_voice_of_a_recording_writes_sound(adapter, higgs_demo, 
     assert rate == 24000 and 0 < len(audio) <= 24000 and np.abs(audio).max() > 0
 
 
+@pytest.mark.long
+def test_a_dialogue_is_spoken_with_two_voices(adapter, higgs_demo, tmp_path):
+    one, two = sorted((higgs_demo / "audio/eval").glob("*.wav"))[:2]
+    words = ["--adapter", adapter, "--voice", one, "--voice-text", "bada", "--voice", two, "--voice-text", "lono"]
+    words += ["--seconds", "1", "--wav", tmp_path / "a.wav", "--text", "[SPEAKER0] gumi [SPEAKER1] lono bada"]
+    done = speak_script(*words)
+    assert done.returncode == 0, done.stderr
+    audio, rate = soundfile.read(tmp_path / "a.wav")
+    assert rate == 24000 and 0 < len(audio) <= 24000 and np.abs(audio).max() > 0
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--text", "hello"], "give --text and --wav"),
+        (["--text", "hello", "--wav", "no/folder/x.wav"], "the folder no/folder does not exist"),
         (["--text", "hello", "--wav", "x.wav", "--ref", "x.wav"], "--ref and --ref-text go together"),
+        (["--text", "hello", "--wav", "x.wav", *2 * ["--voice", "x.wav", "--voice-text", "x"]], "who speaks?"),
     ],
 )
 def test_mistakes_in_speaking_are_one_sentence(adapter, words, sentence):

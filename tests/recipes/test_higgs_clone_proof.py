@@ -12,7 +12,7 @@ from common.ds_config import resolve_ds
 from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support
-from helpers.higgs_support import make_clips
+from helpers.higgs_support import dialogues, make_clips
 from models.higgs import data as higgs_data
 from models.higgs.evaluate import layout_losses
 from models.higgs.generate import speak
@@ -126,7 +126,9 @@ def two_voices(higgs_demo, tmp_path_factory):
 
 
 def test_two_voices_overfitted_follow_their_reference(higgs_demo, process, two_voices, tmp_path):
-    model, _ = overfit(higgs_demo, process, two_voices, tmp_path / "run", steps=200, eval_data=str(two_voices))
+    model, _ = overfit(
+        higgs_demo, process, two_voices, tmp_path / "run", steps=200, eval_data=str(two_voices), allow_overlap=True
+    )
     spoken, codes, clips = said(higgs_demo, model, two_voices)
     assert all(np.array_equal(s.codes, c) for s, c in zip(spoken, codes, strict=True))
     values = [record for record in support.metrics(tmp_path / "run") if record.get("event") == "eval"]
@@ -136,6 +138,23 @@ def test_two_voices_overfitted_follow_their_reference(higgs_demo, process, two_v
     other = clips.rows([0, 1], clips.other_references([0, 1]), answer=False)
     swapped = speak(model, other, clips.layout, 80, seed=0, greedy=True)
     assert np.array_equal(swapped[0].codes, codes[1]) and np.array_equal(swapped[1].codes, codes[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("voices_in", ["turns", "scene"])
+def test_an_overfitted_dialogue_follows_the_order_of_its_references(higgs_demo, process, tmp_path, voices_in):
+    said = "[SPEAKER0] the same [SPEAKER1] words"
+    rows = [("ada_000", said, "ada_004", "ben_005"), ("ben_001", said, "ben_005", "ada_004")]
+    folder = dialogues(higgs_demo, tmp_path / "tokens", *rows, ("ada_004", "", "", ""), ("ben_005", "", "", ""))
+    flags = {"steps": 200, "voices_in": voices_in}
+    model, _ = overfit(higgs_demo, process, folder, tmp_path / "run", **flags)
+    clips = make_clips(higgs_demo, folder, voices_in=voices_in)
+    codes = [clips.tokens.codes(i) for i in clips.kept]
+    spoken = speak(model, clips.rows([0, 1], answer=False), clips.layout, 80, seed=0, greedy=True)
+    assert all(s.ended and np.array_equal(s.codes, c) for s, c in zip(spoken, codes, strict=True))
+    exchanged = clips.rows([0, 1], clips.other_references([0, 1]), answer=False)
+    spoken = speak(model, exchanged, clips.layout, 80, seed=0, greedy=True)
+    assert all(np.array_equal(s.codes, c) for s, c in zip(spoken, codes[::-1], strict=True))
 
 
 # ---- the start of a run ------------------------------------------------------------------------------------------

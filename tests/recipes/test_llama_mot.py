@@ -14,7 +14,7 @@ import llama_mot
 from common.plan import Plan
 from common.tokens import TokenDataset
 from helpers import mot_ranks, support
-from helpers.mot_support import SMALL, assets, build, reference_loss
+from helpers.mot_support import SMALL, assets, build, quantised_llama, reference_loss
 from helpers.rank_server import Runs
 from models.mot.build import calibrate, choose_parts
 from models.mot.data import Clips, Tokenizer
@@ -49,6 +49,8 @@ def runs(demo_mot, two_ranks, tmp_path_factory):
         "parts": {**SMALL, "ds": zero3, "untie": "ffn", "train_parts": ["proj_only"]},
         "ema": {**SMALL, "ds": zero3, "ema": 0.9},
         "bf16": {**LEARNING, "ds": zero2, "precision": "bf16"},
+        "4bit": {**SMALL, "ds": zero2, "quantize": "4bit"},
+        "8bit": {**LEARNING, "ds": zero2, "quantize": "8bit", "precision": "bf16"},
     }
     configs = {name: {**assets(demo_mot), **config} for name, config in configs.items()}
     for name, (stage, untie, recompute) in UNEVEN.items():
@@ -74,7 +76,9 @@ def train_plainly(demo, **changes):
     config = replace(llama_mot.Config(**SMALL, **assets(demo)), **changes)
     kind = config.experts
     full = config.loss_vocab == "all"
-    model = build(demo, kind, config.untie, full=full, seed=config.seed, ids=config.ids, order=config.layout)
+    llama = quantised_llama(demo, config.quantize)
+    layout = {"ids": config.ids, "order": config.layout}
+    model = build(demo, kind, config.untie, full=full, llama=llama, seed=config.seed, **layout)
     tokenizer = Tokenizer(config.model)
     clips = Clips(TokenDataset(config.data), model.layout, tokenizer, config, train=True)
     calibrate(model, clips.batch([0]), zero=False)
@@ -141,6 +145,7 @@ def test_two_ranks_equal_one_process(runs, plain, run):
         ("full_vocab", {"loss_vocab": "all", "untie": "ffn", "ids": "shared"}),
         ("delay", {"layout": "delay", "experts": "llama"}),
         ("parts", {"untie": "ffn", "train_parts": ["proj_only"]}),
+        ("4bit", {"quantize": "4bit"}),
     ],
 )
 def test_variants_equal_one_process(runs, demo_mot, run, changes):
@@ -210,20 +215,22 @@ def test_adapter_reloads_without_musicgen_and_reproduces_the_evaluation(runs, de
     assert [record["step"] for record in records] == [0, 4]
     assert records[-1]["loss"] == pytest.approx(total / count, abs=2e-6)
     assert description["recipe"] == "llama_mot" and description["special_ids"]["audio_bos"] == model.layout.bos
-    assert description["checkpoint"] == {"step": 4, "score": records[-1]["loss"]}
+    assert description["checkpoint"] == {"step": 4, "score": records[-1]["loss"], "why": "the best by loss"}
 
 
-@pytest.mark.parametrize("run", ["zero0", ZERO2, "zero3", "zero3_offload", "full_vocab", "delay", "bf16"])
+@pytest.mark.parametrize(
+    "run", ["zero0", ZERO2, "zero3", "zero3_offload", "full_vocab", "delay", "bf16", "4bit", "8bit"]
+)
 def test_no_text_logit_changes_during_training(runs, run):
     assert [record["text_drift"] for record in evals(runs / run)] == [0.0, 0.0]
 
 
-@pytest.mark.quick
-def test_bf16_learns_and_first_loss_is_ln_classes(runs):
-    losses = [record["loss"] for record in support.step_records(runs / "bf16")]
+@pytest.mark.parametrize("run", [pytest.param("bf16", marks=pytest.mark.quick), "8bit"])
+def test_low_precision_learns_and_first_loss_is_ln_classes(runs, run):
+    losses = [record["loss"] for record in support.step_records(runs / run)]
     assert losses[0] == pytest.approx(math.log(2048), abs=0.05)
     assert np.mean(losses[-3:]) < losses[0] - 0.7
-    assert all(value.isfinite().all() for value in adapter(runs / "bf16").values())
+    assert all(value.isfinite().all() for value in adapter(runs / run).values())
 
 
 @pytest.mark.quick

@@ -9,7 +9,8 @@ import torch
 
 from common import samples
 from common.engine import Ema
-from common.pairs import PairDataset
+from common.evaluation import evaluating
+from common.pairs import Crops, PairDataset
 from common.runs import Run
 from common.runtime import Process, barrier, gather_lists, say, still_alive
 from common.scorer import Scorer, measured
@@ -173,3 +174,19 @@ def _cell(value) -> str:
         return f"{value:.6g}"
     text = str(value)
     return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"\n') else text
+
+
+# ---- what an export must compute -------------------------------------------------------------------------------
+
+
+def probe(generator, clips: Crops, device: torch.device) -> tuple[dict, torch.Tensor]:
+    """The noisy samples of a crop, and what the generator makes of them."""
+    noisy = clips.batch([0])["noisy"].to(device)
+    with evaluating(generator):
+        return {"noisy": noisy}, probe_outputs(generator, noisy)
+
+
+def probe_outputs(generator, noisy: torch.Tensor) -> torch.Tensor:
+    """The estimated spectrum, (frames, 2 F)."""
+    estimate_b2tf = generator(signal.spectrum(signal.normalise(noisy, noisy).model_input))
+    return estimate_b2tf[0].transpose(0, 1).flatten(1).float()

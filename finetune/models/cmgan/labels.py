@@ -50,10 +50,10 @@ class Labels:
     def submit(self, slot: int, estimate: signal.Estimate, ids: list[str]) -> Waiting:
         """Starts scoring. Call it right after the generator's forward pass: other processes then score during the
         backward pass and the optimizer step."""
-        clean, enhanced, noisy = (
-            wave.float().cpu().numpy() for wave in (estimate.normalised.clean, estimate.wave, estimate.normalised.noisy)
-        )
-        noisy_scores = self.scorer.pesq(clean, noisy) if self.noisy_term else []
+        clean, enhanced = (wave.float().cpu().numpy() for wave in (estimate.normalised.clean, estimate.wave))
+        noisy_scores = []
+        if self.noisy_term:
+            noisy_scores = self.scorer.pesq(clean, estimate.normalised.noisy.float().cpu().numpy())
         return Waiting(slot, estimate, ids, self.scorer.pesq(clean, enhanced), noisy_scores)
 
     def collect(self, step: int, waiting: Waiting) -> Labelled:

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 BINS = 201
 HEADS = 4
 MAX_DISTANCE = 512  # relative positions further apart share one embedding
-CHUNK_LOGITS = 2**20  # attention logits per chunk: fits a CPU cache, and bounds the memory when there is no gradient
+# Attention logits per chunk. On a CPU a chunk fits the cache. On a GPU every chunk costs kernel launches, so 4 crops of
+# 2 s are one chunk; its 1 GB bounds the memory of a long recording.
+CHUNK_LOGITS_CPU, CHUNK_LOGITS_GPU = 2**20, 2**28
 TINY = 1e-12  # inside roots, whose gradient at 0 is NaN
 
 
@@ -81,9 +83,11 @@ class Attention(nn.Module):
         q = self.to_q(x) * (x.shape[2] // HEADS) ** -0.5
         positions = positions.to(q.dtype)
         k, v = self.to_kv(x).chunk(2, dim=-1)
-        rows = max(1, CHUNK_LOGITS // (HEADS * x.shape[1] ** 2))
+        chunk_logits = CHUNK_LOGITS_CPU if x.device.type == "cpu" else CHUNK_LOGITS_GPU
+        rows = max(1, chunk_logits // (HEADS * x.shape[1] ** 2))
         parts = zip(q.split(rows), k.split(rows), v.split(rows), strict=True)
-        return self.dropout(self.to_out(torch.cat([_attend(*part, positions) for part in parts])))
+        mixed = [_attend(*part, positions) for part in parts]
+        return self.dropout(self.to_out(torch.cat(mixed) if len(mixed) > 1 else mixed[0]))
 
 
 def _attend(q, k, v, positions):
@@ -114,9 +118,9 @@ class StepBatchNorm(nn.BatchNorm1d):
     def forward(self, x):
         if not self.training:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        out = F.batch_norm(x, mean, var, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
-        self.seen = getattr(self, "seen", 0) + torch.stack([mean, var])
+        mean_var = self.running_mean.new_zeros(2, self.num_features)
+        out = F.batch_norm(x, *mean_var, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
+        self.seen = self.seen + mean_var if hasattr(self, "seen") else mean_var
         self.batches = getattr(self, "batches", 0) + 1
         return out
 

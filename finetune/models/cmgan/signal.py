@@ -3,6 +3,7 @@
 B sounds, L samples, F bins (201), T frames (L // 100 + 1).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +36,13 @@ class Normalised:
         Silence is a constant, for which every instance norm multiplies the gradient by 300. Its own loss is masked out,
         but BatchNorm would still pass the gradient of the other sounds through it.
         """
-        hiss = torch.randn(self.noisy.shape[1], generator=torch.Generator().manual_seed(0)).to(self.noisy.device)
-        return torch.where(self.audible[:, None] > 0, self.noisy, hiss)
+        return torch.where(self.audible[:, None] > 0, self.noisy, _hiss(self.noisy.shape[1], self.noisy.device))
+
+
+@functools.lru_cache(maxsize=4)
+def _hiss(length: int, device: torch.device) -> torch.Tensor:
+    """(length,) always the same. Remembered: to copy it to a GPU in every step would make the step wait."""
+    return torch.randn(length, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def normalise(noisy: torch.Tensor, clean: torch.Tensor) -> Normalised:
@@ -59,12 +65,28 @@ def spectrum(wave: torch.Tensor) -> torch.Tensor:
 
 
 def wave_of(compressed: torch.Tensor, length: int) -> torch.Tensor:
-    """The inverse of `spectrum`: (B, length). Without `length`, istft would drop the last samples, which no whole
-    window covers."""
+    """The inverse of `spectrum`: (B, length), the last samples included, which no whole window covers."""
     power = compressed.square().sum(1, keepdim=True) + TINY
     real_imag = (compressed * power ** ((1 / POWER - 1) / 2)).permute(0, 3, 2, 1).contiguous()
     bins = torch.view_as_complex(real_imag)
-    return torch.istft(bins, N_FFT, HOP, window=_window(bins), length=length)
+    if bins.device.type == "cpu":
+        return torch.istft(bins, N_FFT, HOP, window=_window(bins), length=length)
+    return istft_without_wait(bins, length)
+
+
+def istft_without_wait(bins: torch.Tensor, length: int) -> torch.Tensor:
+    """As torch.istft, which makes the host wait for a GPU's answer whether the windows leave a gap."""
+    window = _window(bins)[:, None]
+    frames = torch.fft.irfft(bins, N_FFT, dim=1) * window
+    overlap = _overlap_add(window.square().expand(N_FFT, frames.shape[2])[None])
+    middle = slice(N_FFT // 2, N_FFT // 2 + length)
+    return _overlap_add(frames)[:, middle] / overlap[:, middle]
+
+
+def _overlap_add(frames: torch.Tensor) -> torch.Tensor:
+    """(B, N_FFT, T) -> (B, N_FFT + HOP (T - 1))"""
+    samples = N_FFT + HOP * (frames.shape[2] - 1)
+    return torch.nn.functional.fold(frames, (1, samples), (1, N_FFT), stride=(1, HOP)).flatten(1)
 
 
 def magnitude(compressed: torch.Tensor) -> torch.Tensor:

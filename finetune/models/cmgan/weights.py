@@ -102,8 +102,8 @@ def _fill(model, weights: dict[str, torch.Tensor], path: Path):
 
 
 def write_export(folder: Path, generator: dict, discriminator: dict, facts: dict) -> None:
-    """Writes export/: safetensors and generator.pt under the published names, and config.json; whole or absent."""
-    final, draft = folder / "export", folder / ".export.tmp"
+    """Writes a folder, whole or absent: safetensors and generator.pt under the published names, and config.json."""
+    draft = folder.with_name(f".{folder.name}.tmp")
     empty_folder(draft)
     generator = {name: value.detach().cpu().contiguous() for name, value in generator.items()}
     save_file(generator, draft / "generator.safetensors")
@@ -120,4 +120,4 @@ def write_export(folder: Path, generator: dict, discriminator: dict, facts: dict
         "channels": len(generator["dense_encoder.conv_1.0.weight"]),
     }
     write_json(draft / "config.json", config | facts)
-    replace_folder(draft, final)
+    replace_folder(draft, folder)

@@ -5,11 +5,13 @@ import torch
 
 from common import keyed_random
 from common.config import UserError
+from common.holdout import rows_to_use
 from common.loss import IGNORE
-from common.runtime import say
+from common.runtime import say, still_alive
 from common.tokens import TokenDataset
-from models.dia.layout import Layout, augment_tags, delayed, text_bytes, with_speaker
+from models.dia.layout import Layout, augment_tags, continue_text, delayed, text_bytes, with_speaker
 
+VOICES = 8  # clips of about the same length, of which each epoch takes one as a voice prompt
 CHANNEL_WEIGHTS = {"equal": (1.0,), "first4x": (4.0, 1.0)}  # the last value applies to all further channels
 
 # ---- batches ---------------------------------------------------------------------------------------------------
@@ -40,8 +42,11 @@ class Clips:
             if window <= layout.tail:
                 raise UserError(f"--max-seconds {config.max_seconds:g} is less than one frame ({1 / rate:.3f} s).")
         self.window = window
-        whole = tokens.frames.astype(np.int64) + layout.tail
-        self.kept = tokens.rows_of_split(train)
+        whole = tokens.frames + layout.tail
+        self.kept = rows_to_use(tokens, config, train)
+        self.weights = tokens.weights()  # of the clips' losses; None: all alike
+        if train and self.weights is not None:
+            self.kept = self.kept[self.weights[self.kept] > 0]
         self.dropped = 0
         too_long = whole[self.kept] > window
         if too_long.any() and config.over_long != "crop":
@@ -53,22 +58,34 @@ class Clips:
                 )
             self.kept, self.dropped = self.kept[~too_long], int(too_long.sum())
         self._check_texts()
-        self.lengths = np.minimum(whole[self.kept], window)
+        self.lengths = np.minimum(whole[self.kept], window).astype(np.int64)
+        self._choose_voices()
         self.channel_weights = _channel_weights(config.channel_weights, layout.channels)
 
     def __len__(self) -> int:
         return len(self.kept)
 
+    @property
+    def heard(self) -> np.ndarray:
+        """Dataset rows whose codes the model gets to see."""
+        return self.kept
+
     def _check_texts(self) -> None:
         """Finds over-long, missing and broken texts before training. NFC can at most triple the bytes of a text."""
         limit, too_long = self.layout.max_text, []
-        for i in np.intersect1d(self.kept, self.tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")):
-            text_bytes(self._text(i), self.tag_map, self.tokens.id(i))  # raises, naming the character
-        for i in np.intersect1d(self.kept, self.tokens.long_texts(limit // 3)):
-            text = self._text(i)
+        is_kept = np.zeros(len(self.tokens), dtype=bool)
+        is_kept[self.kept] = True
+        odd = self.tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")
+        for i in odd[is_kept[odd]]:
+            for text in self.tokens.texts(i):
+                text_bytes(text, self.tag_map, self.tokens.id(i))  # raises, naming the character
+        long = self.tokens.long_texts(limit // 3)
+        for i in long[is_kept[long]]:
+            still_alive()
+            texts = [with_speaker(text, self.config.text_mode) for text in self.tokens.texts(i)]
             if self.config.text_mode == "tags":
-                text = max(text, augment_tags(text, 0.0, 0), key=len)  # "a,b" is longer as "a, b"
-            size = len(text_bytes(text, self.tag_map, self.tokens.id(i)))
+                texts += [augment_tags(text, 0.0, 0) for text in texts]  # "a,b" is longer as "a, b"
+            size = max(len(text_bytes(text, self.tag_map, self.tokens.id(i))) for text in texts)
             if size > limit:
                 if self.config.over_long_text == "error":
                     raise UserError(
@@ -76,17 +93,77 @@ class Clips:
                         f" takes {limit}; shorten it or use --over-long-text drop."
                     )
                 too_long.append(i)
-        empty = np.setdiff1d(self.kept, self.tokens.long_texts(0))
+        empty = is_kept.copy()
+        empty[self.tokens.long_texts(0)] = False
+        empty = np.flatnonzero(empty)
         if len(empty) and not self.config.allow_empty_text:
             raise UserError(
                 f"{self.tokens.folder}: clip {self.tokens.id(int(empty[0]))!r} has no text ({len(empty)} in all);"
                 " add texts, or use --allow-empty-text."
             )
-        self.kept = np.setdiff1d(self.kept, too_long)
+        is_kept[too_long] = False
+        self.kept = self.kept[is_kept[self.kept]]
         self.dropped += len(too_long)
 
-    def _text(self, i: int) -> str:
-        return with_speaker(self.tokens.text(i), self.config.text_mode)
+    def _text(self, i: int, epoch: int) -> str:
+        """The text of a row; in training, one of its texts, another in each epoch."""
+        texts = self.tokens.texts(i)
+        chosen = 0
+        if self.train and len(texts) > 1:
+            draw = keyed_random.uniform(self.config.seed, epoch, self.tokens.id(i), "transcript")
+            chosen = int(draw * len(texts))
+        return with_speaker(texts[chosen], self.config.text_mode)
+
+    def _choose_voices(self) -> None:
+        """Draws which clips continue another one (--voice-prompt), and adds what that takes to their lengths.
+
+        The clips of each speaker are put in order of length. A drawn clip gets a place there, the same in all epochs,
+        and continues one of the VOICES clips up to that place: another in each epoch, yet never longer than planned.
+        """
+        self._voices = None
+        config, speakers = self.config, self.tokens.column("speaker")
+        if not config.voice_prompt or (speakers is None and not self.train):
+            return
+        if config.text_mode != "speech":
+            raise UserError("--voice-prompt is for --text-mode speech: it continues a transcript.")
+        if speakers is None:
+            raise UserError(f"--voice-prompt: {self.tokens.folder} does not name the speakers of its clips.")
+        speaker = speakers.combine_chunks().dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
+        speaker, frames = speaker[self.kept], self.tokens.frames[self.kept].astype(np.int64)
+        rate = self.tokens.info["sample_rate"] / self.tokens.info["hop"]
+        room = np.minimum(self.layout.max_positions - self.lengths, int(config.voice_prompt_seconds * rate))
+        order = np.lexsort((frames, speaker))
+        own = np.empty_like(order)
+        own[order] = np.arange(len(order))
+        key, base = (speaker * 2**32 + frames)[order], speaker * 2**32
+        first, end = np.searchsorted(key, base), np.searchsorted(key, base + room, side="right")
+        others = end - first - ((first <= own) & (own < end))
+        drawn, place = keyed_random.generator(config.seed, "voice_prompt").random((2, len(self)))
+        last = first + (place * others).astype(np.int64)
+        last += (first <= own) & (own <= last)  # a clip does not continue itself
+        prompted = (drawn < config.voice_prompt) & (others > 0) & (speaker >= 0)
+        if self.train and not prompted.any():
+            raise UserError(
+                f"--voice-prompt: no clip of {self.tokens.folder} has another one of its speaker to continue, of at"
+                f" most {config.voice_prompt_seconds:g} s (--voice-prompt-seconds) and so that both fit into the model."
+            )
+        self.lengths[prompted] += frames[order[last[prompted]]]
+        self._voices = order, prompted, first, last, own
+
+    def voice(self, clip: int, epoch: int) -> int | None:
+        """The row of the dataset that this clip continues; None if it stands alone."""
+        if self._voices is None:
+            return None
+        order, prompted, first, last, own = self._voices
+        if not prompted[clip]:
+            return None
+        name, low = self.tokens.id(self.kept[clip]), max(first[clip], last[clip] - VOICES + 1)
+        count = last[clip] - low + 1 - (low <= own[clip] < last[clip])
+        place = low + int(keyed_random.uniform(self.config.seed, epoch, name, "voice") * count)
+        place += low <= own[clip] <= place
+        row = int(self.kept[order[place]])
+        text = continue_text(self._text(row, epoch), self._text(self.kept[clip], epoch))
+        return row if len(text_bytes(text, self.tag_map, name)) <= self.layout.max_text else None
 
     def part(self, clip: int, epoch: int) -> tuple[int, int, int, bool]:
         """First frame, end frame, decoder positions, and whether the clip's true end is included."""
@@ -109,15 +186,18 @@ class Clips:
         for clip in clips:
             start, end, positions, final = self.part(clip, epoch)
             if final:
-                total += self.channel_weights.sum() * (end - start + 1 + eos_extra)
+                weight = self.channel_weights.sum() * (end - start + 1 + eos_extra)
             else:
-                total += (self.channel_weights * np.maximum(0, positions - np.array(self.layout.delay))).sum()
+                weight = (self.channel_weights * np.maximum(0, positions - np.array(self.layout.delay))).sum()
+            total += weight if self.weights is None else weight * self.weights[self.kept[clip]]
         return total
 
     def text(self, clip: int, epoch: int) -> np.ndarray:
         """Byte ids; all zero for a keyed fraction of the samples, the unconditional input of guidance."""
         i, config = self.kept[clip], self.config
-        name, text = self.tokens.id(i), self._text(i)
+        name, text, voice = self.tokens.id(i), self._text(i, epoch), self.voice(clip, epoch)
+        if voice is not None:
+            text = continue_text(self._text(voice, epoch), text)
         if self.train and config.text_mode == "tags":
             text = augment_tags(text, config.tag_dropout, config.tag_limit, config.seed, epoch, name)
         ids = text_bytes(text, self.tag_map, name)
@@ -133,14 +213,13 @@ class Clips:
         texts, sequences, names = [], [], []
         for clip in clips:
             start, end, positions, final = self.part(clip, epoch)
-            codes = self.tokens.codes(self.kept[clip])[start:end]
-            name = self.tokens.id(self.kept[clip])
-            # An id in another channel's range would silently select that channel's embedding.
-            if codes.min() < 0 or codes.max() >= self.tokens.info["codebook_size"]:
-                code = min(codes.min(), 0) or codes.max()
-                raise UserError(f"{self.tokens.folder}: clip {name!r} holds the code {code}, out of range.")
+            codes, context = self._codes(self.kept[clip])[start:end], 0
+            name, voice = self.tokens.id(self.kept[clip]), self.voice(clip, epoch)
+            if voice is not None:
+                context = len(self._codes(voice))
+                codes = np.concatenate([self._codes(voice), codes])
             texts.append(self.text(clip, epoch))
-            sequences.append(delayed(codes, layout, positions, final))
+            sequences.append(delayed(codes, layout, positions + context, final, context))
             names.append(name)
         input_ids, attention_mask = pad_texts(texts)
         longest = max(len(inputs) for inputs, _ in sequences)
@@ -153,15 +232,31 @@ class Clips:
                 targets,
                 1,
             )
-        return {
+        # Known here, so that nothing has to ask the GPU for them: positions of the flattened batch with a target.
+        targets = np.flatnonzero((labels != IGNORE).any(-1))
+        batch = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "decoder_input_ids": torch.from_numpy(ids),
             "decoder_attention_mask": torch.from_numpy(mask),
             "labels": torch.from_numpy(labels),
+            "targets": torch.from_numpy(targets),
+            "channel_weights": torch.as_tensor(self.channel_weights, dtype=torch.float32),
             "ids": names,
             "positions": mask.size,
         }
+        if self.weights is not None:
+            weights = self.weights[self.kept[np.asarray(clips)]].astype(np.float32)
+            batch["label_weights"] = torch.from_numpy(weights[targets // longest, None])  # (N, 1)
+        return batch
+
+    def _codes(self, row: int) -> np.ndarray:
+        codes = self.tokens.codes(row)
+        # An id in another channel's range would silently select that channel's embedding.
+        if codes.min() < 0 or codes.max() >= self.tokens.info["codebook_size"]:
+            code = min(codes.min(), 0) or codes.max()
+            raise UserError(f"{self.tokens.folder}: clip {self.tokens.id(row)!r} holds the code {code}, out of range.")
+        return codes
 
     def ids(self, clips) -> list[str]:
         return [self.tokens.id(self.kept[clip]) for clip in clips]
@@ -173,6 +268,8 @@ class Clips:
         """Warns about what can be trained but is probably a mistake."""
         if self.dropped:
             say(f"warning: {self.dropped} clips of {self.tokens.folder} are too long and were dropped")
+        if self._voices is not None:
+            say(f"voice prompts: {self._voices[1].sum():,} of {len(self):,} clips continue another of their speaker")
         if self.config.text_dropout == 0 and self.train:
             say("warning: --text-dropout 0 trains no unconditional samples: guidance above 1 will sound worse")
         if self.config.text_mode == "speech":

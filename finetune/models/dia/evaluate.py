@@ -8,7 +8,7 @@ from common.lora import base_model
 from common.loss import IGNORE, codebook_stats
 from common.runtime import Process
 from models.dia.data import Clips
-from models.dia.layout import labelled_states
+from models.dia.layout import decoder_states, labelled_states
 
 
 def token_metrics(model, clips: Clips, process: Process) -> dict[str, float]:
@@ -56,3 +56,13 @@ def _token_stats(model, batch):
     hidden_nd, labels_nc = labelled_states(model, batch)
     losses_nc, best_nc = codebook_stats(base_model(model).logits_dense, hidden_nd, labels_nc)
     return losses_nc, best_nc, labels_nc
+
+
+def probe(model, clips: Clips, device: torch.device) -> tuple[dict, torch.Tensor]:
+    """The shortest clip as the library's model takes it, and its logits (L x C, V) as computed in training."""
+    batch = to_device(clips.batch([int(clips.lengths.argmin())]), device)
+    dia = base_model(model)
+    with evaluating(model):
+        logits = dia.logits_dense(decoder_states(dia.model, batch)[0])
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+    return {name: batch[name] for name in names}, logits.unflatten(-1, (clips.layout.channels, -1)).flatten(0, 1)

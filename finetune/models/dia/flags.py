@@ -3,11 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from common.config import RunConfig, flag
+from common import attention, compiling
+from common.config import flag
+from common.sample_scores import SpeechFlags
+
+# How the authors' release generates by default: for `speak` and for the samples of a run, so that both sound alike.
+GUIDANCE, TEMPERATURE, TOP_P, TOP_K = 3.0, 1.8, 0.9, 45
 
 
 @dataclass
-class DiaFlags(RunConfig):
+class DiaFlags(SpeechFlags):
+    attn: attention.Attention = flag("auto", attention.HELP, group="run", may_change=True)
+    compile: bool = flag(False, compiling.HELP, group="run", may_change=True)
     text_mode: Literal["speech", "tags"] = flag("speech", "texts are transcripts, or comma-separated tags (music)")
     tag_dropout: float = flag(0.1, "tags: probability of dropping each tag", low=0, high=1)
     tag_limit: int = flag(0, "tags: keep at most this many; 0 = all", low=0)
@@ -19,6 +26,21 @@ class DiaFlags(RunConfig):
     text_dropout: float = flag(
         0.15, "fraction of samples trained without text, which classifier-free guidance needs", low=0, high=1
     )
+    qk_lr: float = flag(
+        1.0,
+        "learning rate of query and key projections relative to --lr: Dia does not scale its attention down, so their"
+        " updates have 11 times the effect",
+        group="schedule",
+        low=0.01,
+        high=1,
+    )
+    voice_prompt: float = flag(
+        0.0,
+        "fraction of the clips that continue another clip of their speaker, whose codes and text are context only",
+        low=0,
+        high=1,
+    )
+    voice_prompt_seconds: float = flag(10.0, "longest clip that is continued", low=0.1)
     channel_weights: Literal["equal", "first4x"] = flag("equal", "loss weights of the codebooks")
     eos_weight: float = flag(1.0, "loss weight of the end-of-speech token", low=0)
     min_eos_recall: float = flag(
@@ -27,3 +49,12 @@ class DiaFlags(RunConfig):
     sample_frames: int = flag(
         0, "longest sample in codec frames; 0 = 1.5 x the longest evaluation clip", low=0, may_change=True
     )
+    sample_greedy: bool = flag(
+        False, "samples: take the most likely codes, without guidance, instead of sampling", may_change=True
+    )
+    sample_guidance: float = flag(
+        GUIDANCE, "samples: scale of classifier-free guidance; 1 = off", low=1, may_change=True
+    )
+    sample_temperature: float = flag(TEMPERATURE, "samples: temperature, at least 1", low=1, may_change=True)
+    sample_top_p: float = flag(TOP_P, "samples: nucleus sampling; 1 = off", low=0.01, high=1, may_change=True)
+    sample_top_k: int = flag(TOP_K, "samples: draw from the k most likely codes", low=1, may_change=True)

@@ -1,57 +1,72 @@
 """Generating speech with Dia, and the samples of a run. Shapes as in layout.py."""
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common import samples
+from common.attention import sdpa_inside
+from common.config import UserError
 from common.keyed_random import torch_seed
 from common.lora import base_model
 from common.runtime import Process
 from models.dia.data import Clips, pad_texts
-from models.dia.layout import layout_of, undelayed
+from models.dia.layout import continue_text, delayed, layout_of, split_text, text_bytes, undelayed, with_speaker
+
+PART_SECONDS, BYTES_PER_SECOND = 20, 15  # of speech in one go, as the authors advise; English has so many letters
+GREEDY = {"do_sample": False, "guidance_scale": None, "temperature": None, "top_p": None, "top_k": None}
+
+
+def sampling(greedy: bool, temperature: float, top_p: float, top_k: int, guidance: float) -> dict:
+    """The options of generate(). Greedy is without guidance: the codes that the loss makes most likely."""
+    options = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options["guidance_scale"] = guidance if guidance > 1 else None
+    return GREEDY if greedy else options
 
 
 @torch.no_grad()
 def speak(
-    model, texts: list[np.ndarray], max_frames: int, seed: int, device: torch.device | None = None, **sampling
+    model,
+    texts: list[np.ndarray],
+    max_frames: int,
+    seed: int,
+    device: torch.device | None = None,
+    voice: np.ndarray | None = None,
+    **options,
 ) -> list[tuple[np.ndarray, bool]]:
-    """Codes (T, C) for byte-id texts, and whether each ended by itself. Greedy unless `sampling` is given."""
+    """Codes (T, C) for byte-id texts, and whether each ended by itself. Greedy unless `options` say otherwise.
+
+    `voice`: codes of a recording that all continue, not part of the result; each text begins with its transcript.
+    """
     dia = base_model(model)
     layout = layout_of(dia.config)
     device = device or next(dia.parameters()).device  # offloaded parameters are not where the model computes
     input_ids, attention_mask = pad_texts(texts)
-    # The delay is primed as the HF processor does: BOS up to each channel's delay, PAD (to be generated) after it.
-    prefill = np.full((len(texts), layout.tail, layout.channels), layout.pad, dtype=np.int64)
-    for channel, delay in enumerate(layout.delay):
-        prefill[:, : delay + 1, channel] = layout.bos
+    # As the HF processor primes the decoder: each channel's BOS and codes, then PAD where it is still to be generated.
+    prompt = np.zeros((0, layout.channels), dtype=np.int64) if voice is None else voice
+    start = len(prompt)
+    primed, _ = delayed(prompt, layout, start + layout.tail, final=False)
     was_training = dia.training
     dia.eval()
     try:
-        with torch.random.fork_rng():
+        gpus = [device] if device.type == "cuda" else []  # not every GPU of the machine
+        with torch.random.fork_rng(gpus), sdpa_inside(dia):
             torch.manual_seed(seed)
             streams = dia.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=attention_mask.to(device),
-                decoder_input_ids=torch.from_numpy(prefill).to(device),
-                decoder_attention_mask=torch.ones(len(texts), layout.tail, dtype=torch.long, device=device),
+                decoder_input_ids=torch.from_numpy(np.stack([primed] * len(texts))).to(device),
+                decoder_attention_mask=torch.ones(len(texts), len(primed), dtype=torch.long, device=device),
                 max_new_tokens=max_frames + layout.tail,
-                **(
-                    {
-                        "do_sample": False,
-                        "guidance_scale": None,
-                        "temperature": None,
-                        "top_p": None,
-                        "top_k": None,
-                    }
-                    | sampling
-                ),
+                **GREEDY | options,
             )
     finally:  # a failed sample must not leave the training without its dropout
         dia.train(was_training)
     spoken = []
-    for stream in streams.cpu().numpy():
+    for stream in streams.cpu().numpy()[:, start:]:
         ends = np.flatnonzero(stream[1:, 0] == layout.eos)
         frames = int(ends[0]) if len(ends) else max_frames
         # Reaching the cap forces EOS, so a clip of exactly max_frames did not end by itself.
@@ -59,36 +74,104 @@ def speak(
     return spoken
 
 
-def sample(model, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list:
-    """Generates a few evaluation texts greedily, spread over all ranks; returns the decoder processes it started."""
-    config = clips.config
-    chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
-    prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
-    cap = config.sample_frames or int(1.5 * max(clips.tokens.frames))
-    cap = min(cap, clips.layout.max_positions - clips.layout.tail - 1)
-    codec = clips.tokens.info["weights"]
-    rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
+def speak_parts(
+    model,
+    text: str,
+    text_mode: str,
+    tag_map: dict,
+    max_frames: int,
+    frame_rate: float,
+    seed: int,
+    voice: np.ndarray | None = None,
+    voice_text: str = "",
+    **options,
+) -> Iterator[tuple[str, np.ndarray, bool, int]]:
+    """Speaks a transcript of any length in parts with one voice: that of a recording (`voice`: its codes;
+    `voice_text`: its transcript), or else of the first part, which the others continue.
 
-    def speak_share(prompts: list[dict]) -> list:
-        texts = [clips.text(prompt["index"], 0) for prompt in prompts]
-        seed = torch_seed(config.seed, step, "sample")
-        spoken = speak(model, texts, cap, seed, process.device)
+    Yields each part, its codes, whether it ended by itself, and how many parts are still to come.
+    """
+    layout, number = layout_of(base_model(model).config), 0
+
+    def size(text: str) -> int:
+        return len(text_bytes(text, tag_map, "--text"))
+
+    while text:
+        room = layout.max_positions - layout.tail - 1 - (0 if voice is None else len(voice))
+        limit = layout.max_text - size(voice_text) - 2  # a blank and a speaker between them
+        if text_mode == "speech":  # tags belong together
+            limit = min(limit, int(min(PART_SECONDS, room / frame_rate) * BYTES_PER_SECOND))
+        if limit < BYTES_PER_SECOND:
+            raise UserError(
+                f"the recording of the voice takes {len(voice) / frame_rate:.1f} s and {size(voice_text)} bytes of"
+                " text, which leaves too little of the model's limits; use one of 5 to 10 s."
+            )
+        parts = split_text(text, limit, size)
+        if len(parts) > 1 and voice is None:
+            parts = split_text(text, limit // 2, size)  # it is repeated before every other part, so it is short
+        part, rest = parts[0], parts[1:]
+        ids = text_bytes(continue_text(voice_text, part) if voice is not None else part, tag_map, "--text")
+        if len(ids) > layout.max_text:
+            raise UserError(f"--text has a word of {size(part)} bytes; the model takes {limit} at a time.")
+        own_seed = seed if number == 0 else torch_seed(seed, number, "part")
+        [(codes, ended)] = speak(model, [ids], min(max_frames, room), own_seed, voice=voice, **options)
+        yield part, codes, ended, len(rest)
+        if voice is None and ended and len(codes):
+            voice, voice_text = codes, part
+        text, number = functools.reduce(continue_text, rest) if rest else "", number + 1
+
+
+def sample(model, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list:
+    """Generates a few evaluation texts, spread over all ranks; returns the decoder processes it started.
+
+    A sampled clip is generated alone with a seed of its own, which is the same at every step: what changes between two
+    steps is the model, and the number of ranks changes nothing.
+    """
+    config = clips.config
+    prompts = samples.choose_prompts(clips)
+    cap = config.sample_frames or int(1.5 * max(clips.tokens.frames))
+    longest = clips.layout.max_positions - clips.layout.tail - 1
+    cap = min(cap, longest)
+    rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
+    options = sampling(
+        config.sample_greedy,
+        config.sample_temperature,
+        config.sample_top_p,
+        config.sample_top_k,
+        config.sample_guidance,
+    )
+
+    voices = {prompt["index"]: clips.voice(prompt["index"], 0) for prompt in prompts}
+    together = config.sample_greedy and not any(voice is not None for voice in voices.values())
+
+    def speak_alone(prompt: dict) -> tuple[np.ndarray, bool]:
+        voice, text = voices[prompt["index"]], clips.text(prompt["index"], 0)
+        before = None if voice is None else clips.tokens.codes(voice)
+        frames = cap if voice is None else min(cap, longest - len(before))
+        seed = torch_seed(config.seed, prompt["index"], "sample")
+        return speak(model, [text], frames, seed, process.device, before, **options)[0]
+
+    def speak_share(share: list[dict]) -> list:
+        if together:
+            spoken = speak(model, [clips.text(prompt["index"], 0) for prompt in share], cap, 0, process.device)
+        else:
+            idle = -(-len(prompts) // process.world) - len(share) if all_ranks_must_join else 0
+            spoken = [speak_alone(prompt) for prompt in share + share[:1] * idle]  # every rank as often as the first
         results = []
-        for prompt, text, (codes, ended) in zip(prompts, texts, spoken, strict=True):
-            truth = clips.tokens.codes(clips.kept[prompt["index"]])
+        for prompt, (codes, ended) in zip(share, spoken, strict=False):
+            truth, voice = clips.tokens.codes(clips.kept[prompt["index"]]), voices[prompt["index"]]
+            size = len(text_bytes(with_speaker(prompt["text"], config.text_mode), clips.tag_map, prompt["name"]))
             shared = min(len(codes), len(truth))
             facts = {
                 "seconds": len(codes) / rate,
-                "seconds_per_byte": len(codes) / rate / max(1, len(text)),
-                "recorded_seconds_per_byte": len(truth) / rate / max(1, len(text)),
+                "seconds_per_byte": len(codes) / rate / max(1, size),
+                "recorded_seconds_per_byte": len(truth) / rate / max(1, size),
+                "duration_ratio": len(codes) / len(truth),
                 "ended_by_eos": ended,
                 "repeats": samples.repeat_share(codes),
                 "codes_as_recorded": float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0,
             }
-            results.append((codes, facts))
+            results.append((codes, facts if voice is None else facts | {"voice": clips.tokens.id(voice)}))
         return results
 
-    def recorded(prompt: dict) -> np.ndarray:
-        return clips.tokens.codes(clips.kept[prompt["index"]])
-
-    return samples.make_and_decode(prompts, speak_share, recorded, codec, folder, step, process, all_ranks_must_join)
+    return samples.make_and_decode(clips, prompts, speak_share, folder, step, process, all_ranks_must_join)

@@ -4,12 +4,15 @@ Shapes: B clips, S text bytes, L decoder positions, C channels (9 codebooks, or 
 """
 
 import json
+import re
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from common import keyed_random
 from common.config import UserError
@@ -17,6 +20,8 @@ from common.lora import base_model
 from common.loss import IGNORE
 
 SPEAKER_BYTES = {"[S1]": "\x01", "[S2]": "\x02"}
+# Where a long text may be split, in this order of preference: after a sentence, after a clause, between words.
+BREAKS = (r"(?<=[.!?…])\s+|(?<=[.!?…][\"'”’)])\s+|(?<=[。！？])", r"(?<=[,;:])\s+|(?<=[，、；：])", r"\s+")
 
 # ---- text ------------------------------------------------------------------------------------------------------
 
@@ -60,6 +65,37 @@ def text_bytes(text: str, tag_map: dict[str, int], name: str) -> np.ndarray:
 def with_speaker(text: str, text_mode: str) -> str:
     """Prefixes a transcript that names no speaker with the first one, as in all texts the model was trained on."""
     return f"[S1] {text}" if text_mode == "speech" and not any(tag in text for tag in SPEAKER_BYTES) else text
+
+
+def continue_text(before: str, text: str) -> str:
+    """A transcript and the text that goes on after it. Speakers alternate, so one who goes on is not named again."""
+    last = max(SPEAKER_BYTES, key=before.rfind)
+    if last in before and text.startswith(last):
+        text = text.removeprefix(last)
+    return f"{before.rstrip()} {text.lstrip()}"
+
+
+def split_text(text: str, limit: int, size: Callable[[str], int]) -> list[str]:
+    """A text in parts of at most `limit` bytes, each beginning with its speaker; only a longer word stays whole."""
+    if size(text) <= limit:
+        return [text]
+
+    def pieces(text: str, breaks: tuple[str, ...]) -> list[str]:
+        if not breaks or size(f"[S1] {text}") <= limit:
+            return [text]
+        return [piece for part in re.split(breaks[0], text) if part for piece in pieces(part, breaks[1:])]
+
+    parts, names = [""], "|".join(map(re.escape, SPEAKER_BYTES))
+    for turn in re.split(rf"(?={names})", text.strip()):
+        tag = re.match(names, turn)[0] if re.match(names, turn) else ""
+        for piece in pieces(turn.removeprefix(tag).strip(), BREAKS):
+            piece = f"{tag} {piece}".strip()
+            joined = continue_text(parts[-1], piece).strip()
+            if parts[-1] and size(joined) > limit:
+                parts.append(piece)
+            else:
+                parts[-1] = joined
+    return parts
 
 
 def augment_tags(text: str, drop: float, limit: int, *key) -> str:
@@ -109,12 +145,14 @@ def layout_of(model_config) -> Layout:
     )
 
 
-def delayed(codes_tc: np.ndarray, layout: Layout, positions: int, final: bool) -> tuple[np.ndarray, np.ndarray]:
+def delayed(
+    codes_tc: np.ndarray, layout: Layout, positions: int, final: bool, context: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Decoder inputs and labels (L, C) of one clip, in the layout of the HF processor.
 
     Channel c: BOS up to its delay, its codes, its own EOS right after them, then padding; inputs are all but the
     last position and labels all but the first. A window that stops before the clip's end (`final` false) is the
-    same stream cut at `positions`: no EOS, no tail, every label real.
+    same stream cut at `positions`: no EOS, no tail, every label real. The first `context` frames have no labels.
     """
     frames = len(codes_tc)
     stream = np.full((frames + layout.tail + 1, layout.channels), layout.pad, dtype=np.int64)
@@ -124,7 +162,10 @@ def delayed(codes_tc: np.ndarray, layout: Layout, positions: int, final: bool) -
         if final:
             stream[delay + 1 + frames, channel] = layout.eos
     inputs, labels = stream[:positions], stream[1 : positions + 1]
-    return inputs, np.where((labels == layout.bos) | (labels == layout.pad), IGNORE, labels)
+    labels = np.where((labels == layout.bos) | (labels == layout.pad), IGNORE, labels)
+    for channel, delay in enumerate(layout.delay):
+        labels[: delay + context, channel] = IGNORE
+    return inputs, labels
 
 
 def undelayed(stream_lc: np.ndarray, layout: Layout, frames: int) -> np.ndarray:
@@ -132,15 +173,31 @@ def undelayed(stream_lc: np.ndarray, layout: Layout, frames: int) -> np.ndarray:
     return np.stack([stream_lc[d + 1 : d + 1 + frames, c] for c, d in enumerate(layout.delay)], axis=1)
 
 
+def layers_of(model) -> list[torch.nn.Module]:
+    dia = base_model(model).model
+    return [*dia.encoder.layers, *dia.decoder.layers]
+
+
 def labelled_states(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Decoder states (N, D) and labels (N, C) of the positions that have at least one target."""
-    hidden_bld = base_model(model).model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        decoder_input_ids=batch["decoder_input_ids"],
-        decoder_attention_mask=batch["decoder_attention_mask"],
-        use_cache=False,
-    )[0]
-    labels_nc = batch["labels"].flatten(0, 1)
-    rows = (labels_nc != IGNORE).any(-1).nonzero().squeeze(-1)
-    return hidden_bld.flatten(0, 1)[rows], labels_nc[rows]
+    hidden_bld, rows_n = decoder_states(base_model(model).model, batch), batch["targets"]
+    return hidden_bld.flatten(0, 1).index_select(0, rows_n), batch["labels"].flatten(0, 1).index_select(0, rows_n)
+
+
+def decoder_states(dia, batch) -> torch.Tensor:
+    """What the library's DiaModel computes, (B, L, D), but without a padding mask in the decoder's self-attention.
+
+    Clips are padded on the right and attend causally, so no real position ever sees padding. The library's own forward
+    makes the host wait for the GPU to look at its masks, and a mask of L x L keeps attention from its fast kernels.
+    """
+    decoder, text_mask = dia.decoder, batch["attention_mask"]
+    if dia.config._attn_implementation == "sdpa":
+        text_mask = text_mask[:, None, None].bool()  # in its final form: the library takes it as it is
+    text_bsd = dia.encoder(batch["input_ids"], attention_mask=text_mask)[0]
+    x_bld = decoder.embeddings(batch["decoder_input_ids"])
+    rope = decoder.rotary_emb(x_bld, position_ids=torch.arange(x_bld.shape[1], device=x_bld.device)[None])
+    causal = create_causal_mask(decoder.config, x_bld, attention_mask=None, past_key_values=None)  # None for SDPA
+    text_mask = create_bidirectional_mask(decoder.config, x_bld, text_mask, encoder_hidden_states=text_bsd)
+    for layer in decoder.layers:
+        x_bld = layer(x_bld, rope, causal, text_bsd, encoder_attention_mask=text_mask)
+    return decoder.norm(x_bld)

@@ -11,15 +11,17 @@ from torch import nn
 
 from common import checkpoint, runs
 from common.checkpoint import write_json
+from common.codec import FILE, recorded_codec, refuse_other_codec
 from common.config import UserError
 from common.ds_config import stage_of
-from common.hub import load_pretrained
-from common.runtime import say
+from common.hub import find_file, is_local, load_pretrained
+from common.runtime import Process, on_main, say
 from models.dia.layout import read_tag_map
 
 EMBED, HEAD = "model.decoder.embeddings.embed.weight", "logits_dense.weight"
 SHARD = "2GB"
 CODEC = {"name": "descript/dac_44khz", "sampling_rate": 44100, "hop_length": 512}  # of the native release
+RATES = {"sample_rate": "sampling_rate", "hop": "hop_length"}  # our names and DiaProcessor's
 # The files of a DiaProcessor; the codec is only named in them.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "vocab.json")
 
@@ -28,12 +30,18 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokeniz
 
 
 def write_model(
-    folder: Path, model, weights: dict[str, torch.Tensor], source: str | None, tag_map: dict, facts: dict
+    folder: Path,
+    model,
+    weights: dict[str, torch.Tensor],
+    source: str | None,
+    tag_map: dict,
+    facts: dict,
+    codec: dict | None = None,
 ) -> None:
     """Writes a self-contained folder for DiaForConditionalGeneration.from_pretrained; complete or absent.
 
     `weights`: whole tensors by their state dict names; `source`: the folder or hub id to copy the processor from, None
-    for that of the native release.
+    for that of the native release; `codec`: the one that made the training data, if it is known.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -50,6 +58,8 @@ def write_model(
         write_processor(draft)
     write_json(draft / "tag_map.json", tag_map)
     write_json(draft / "training_config.json", facts)
+    if codec:
+        write_json(draft / FILE, codec)
     runs.replace_folder(draft, folder)
 
 
@@ -72,6 +82,26 @@ def write_processor(folder: Path) -> None:
     codec = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": CODEC["name"]}
     processor = {"audio_tokenizer": codec, "feature_extractor": extractor.to_dict(), "processor_class": "DiaProcessor"}
     write_json(folder / "processor_config.json", processor)
+
+
+def expected_codec(model: str) -> dict:
+    """The codec whose codes the model knows: the recorded one, or what its processor names."""
+    if recorded := recorded_codec(Path(model)):
+        return recorded
+    settings = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if file := find_file(model, name):
+            settings |= json.loads(file.read_text(encoding="utf-8"))
+    extractor = settings.get("feature_extractor", settings)
+    named = settings.get("audio_tokenizer") or CODEC["name"]
+    place = named["audio_tokenizer_name_or_path"] if isinstance(named, dict) else named
+    rates = {fact: extractor.get(name, CODEC[name]) for fact, name in RATES.items()}
+    return {"name": "dac", "place": place} | rates
+
+
+def check_codec(tokens, model: str, process: Process) -> None:
+    """Refuses codes of another codec than the model's."""
+    on_main(lambda: refuse_other_codec(tokens, expected_codec(model), f"--model {model}"), process)
 
 
 # ---- stereo ----------------------------------------------------------------------------------------------------
@@ -111,7 +141,7 @@ def needs_widening(path: str, channels: int) -> bool:
     if not channels:
         return False
     try:
-        own = DiaConfig.from_pretrained(path, local_files_only=Path(path).is_dir()).decoder_config.num_channels
+        own = DiaConfig.from_pretrained(path, local_files_only=is_local(path)).decoder_config.num_channels
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path}: no usable config.json ({str(error).splitlines()[0]})") from None
     if channels not in (own, 2 * own):
@@ -243,7 +273,7 @@ def average(sources: list[Path], out: Path) -> None:
     weights = {name: value.float().contiguous() for name, value in total.items()}
     # Speaking needs the recipe and the text mode that the weights were trained with.
     training |= {"recipe": "dia_full", "average_of": [str(source) for source in sources]}
-    write_model(out, model, weights, base, tags, training)
+    write_model(out, model, weights, base, tags, training, recorded_codec(sources[0]))
 
 
 def read_source(source: Path) -> tuple[str, int, dict[str, torch.Tensor], dict[str, int], dict]:
@@ -265,9 +295,9 @@ def read_source(source: Path) -> tuple[str, int, dict[str, torch.Tensor], dict[s
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
-def load_dia(path: str, dtype: torch.dtype, quantization=None):
+def load_dia(path: str, dtype: torch.dtype, quantization=None, attn: str = "sdpa"):
     """DiaForConditionalGeneration from a hub id or a local folder."""
     from transformers import DiaConfig, DiaForConditionalGeneration
 
-    options = {"quantization_config": quantization} if quantization else {}
+    options = {"attn_implementation": attn} | ({"quantization_config": quantization} if quantization else {})
     return load_pretrained(DiaForConditionalGeneration, DiaConfig, path, dtype, **options)

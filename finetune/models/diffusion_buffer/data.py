@@ -48,6 +48,10 @@ class Clips:
         """The last frame of a crop, counted from the first frame of its clip."""
         return int(uniform(*key, "place") * signal.frame_count(int(self.pairs.samples[row]), self.spec.hop))
 
+    def gain(self, key: tuple) -> float:
+        """The random gain of a crop in dB."""
+        return self.config.gain_low + uniform(*key, "gain") * (self.config.gain_high - self.config.gain_low)
+
     def real_frames(self, epoch: int, index: int) -> int:
         """Number of frames of a crop that are not the silence before its clip."""
         row = self.rows[index]
@@ -61,19 +65,20 @@ class Clips:
         key = (self.config.seed, epoch, name)
         t = signal.training_times(spec, self.config.times, *key)
         draw = generator(*key, "noise")
-        decibels = self.config.gain_low + uniform(*key, "gain") * (self.config.gain_high - self.config.gain_low)
         last = self.last_frame(row, key)
         item = {
             "t": t.astype(np.float32),
             "sigma": signal.sigma(spec, t).astype(np.float32),
             "z": signal.complex_noise(draw, spec.bins, spec.buffer),
         }
-        gain = np.float32(10 ** (decibels / 20) / 32768)
+        gain = np.float32(10 ** (self.gain(key) / 20) / 32768)
         for side in ("noisy", "clean"):
             item[side] = cut(getattr(self.pairs, side)(row), last, spec) * gain
         if spec.level == "track":
             noisy = torch.from_numpy(self.pairs.noisy(row) * gain)
-            item["loudness"] = signal.loudness_factors(noisy, last, spec)
+            before = torch.ones(spec.frames)  # silence
+            heard = signal.loudness_factors(noisy, last + 1, spec)
+            item["loudness"] = torch.cat([before, heard])[-spec.frames :].numpy()
         if self.config.context_noise:
             corrupted = uniform(*key, "dirty") < self.config.context_noise
             item["context_mix"] = np.float32(corrupted * MAX_CONTEXT_MIX * uniform(*key, "mix"))

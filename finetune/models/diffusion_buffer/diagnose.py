@@ -11,6 +11,7 @@ import os
 import signal as signals
 import tempfile
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,6 @@ from common.config import UserError
 from common.keyed_random import generator
 from common.pairs import PairDataset
 from common.runtime import say
-from diffusion_buffer import compute_loss  # the recipe's own loss, edits included, is what is checked
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.data import Clips, check_lengths
 from models.diffusion_buffer.enhance import Buffer, Stream, Traced, enhance
@@ -30,13 +30,20 @@ from models.diffusion_buffer.signal import RATE, Spec, spec_of
 
 
 class Oracle:
-    """Replaces the network: returns the exact score or clean frames of a known pair. `sign` -1 flips the score."""
+    """Replaces the network: returns the exact score or clean frames of a known pair. `sign` -1 flips the score.
 
-    def __init__(self, clean: np.ndarray, spec: Spec, sign: int = 1):
+    Where the noisy frames that it is shown are not the pair's own, it is wrong by the difference: otherwise a stream
+    that does not move them with its buffer would go unnoticed.
+    """
+
+    def __init__(self, noisy: np.ndarray, clean: np.ndarray, spec: Spec, sign: int = 1):
         self.spec, self.sign, self.count = spec, sign, 0
         frames = -(-len(clean) // spec.hop) + 3 * spec.buffer
-        before = torch.zeros(spec.bins, spec.buffer - 1)
-        self.clean = torch.cat([before + 0j, signal.whole_spectrum(torch.from_numpy(clean), spec, frames)], dim=1)
+        before = torch.zeros(spec.bins, spec.frames - 1) + 0j
+        self.noisy, self.clean = (
+            torch.cat([before, signal.whole_spectrum(torch.from_numpy(wave), spec, frames)], dim=1)
+            for wave in (noisy, clean)
+        )
         t = signal.inference_times(spec)
         self.t = torch.from_numpy(t.astype(np.float32))
         self.variance = torch.from_numpy(np.square(signal.sigma(spec, t)).astype(np.float32))
@@ -46,7 +53,9 @@ class Oracle:
 
     def __call__(self, x, y, times, scale):
         size = self.spec.buffer
-        clean = self.clean[:, self.count : self.count + size]
+        shown = slice(self.count, self.count + self.spec.frames)
+        misplaced = (y[0] - self.noisy[:, shown]).abs().amax(1, keepdim=True)  # 0 if every frame is in its place
+        clean = self.clean[:, shown][:, -size:] + misplaced
         self.count += 1
         if not self.spec.predicts_clean:
             mean = (1 - self.t) * clean + self.t * y[0, :, -size:]
@@ -158,7 +167,7 @@ def check_oracle(spec: Spec):
     levels, size = {}, max(20, spec.buffer)  # with fewer steps some noise of the score is left
     for name, loss, sign in (("score", "dsm", 1), ("flipped score", "dsm", -1), ("clean", "dp", 1)):
         known = dataclasses.replace(spec, loss=loss, buffer=size, frames=max(size, spec.frames), level="none")
-        enhanced = enhance(Oracle(clean, known, sign), noisy, known)
+        enhanced = enhance(Oracle(noisy, clean, known, sign), noisy, known)
         levels[name] = speech_metrics.si_sdr(clean.astype(np.float64), enhanced.astype(np.float64))
     fine = levels["score"] > 35 and levels["flipped score"] < 0 and levels["clean"] > 60
     return fine, "SI-SDR " + ", ".join(f"{name} {level:.1f} dB" for name, level in levels.items()) + " (noisy 5.0)"
@@ -171,8 +180,8 @@ def check_causality(spec: Spec):
     buffer = Buffer(randomised(network), small)
     n = 2 * spec.buffer
     for i in range(n):
-        out = buffer.push(frames[:, i])
-    (gradient,) = torch.autograd.grad(out[:, 0].abs().square().sum(), frames)
+        out = buffer.push(frames[None, :, i])
+    (gradient,) = torch.autograd.grad(out[..., 0].abs().square().sum(), frames)
     past, future = (float(part.abs().sum()) for part in (gradient[:, :n], gradient[:, n:]))
     return future == 0 and past > 0, f"gradient to the past {past:.2e}, to the future {future:g}"
 
@@ -220,7 +229,7 @@ def check_sample_counts(spec: Spec):
 
 
 @torch.no_grad()
-def check_untrained(spec: Spec):
+def check_untrained(spec: Spec, compute_loss: Callable):
     network, small = small_network(spec)
     small = dataclasses.replace(small, loss="dsm", output_scale="sigma")
     loss = float(compute_loss(network, synthetic_batch(small, 4), small).loss_sum) / (4 * small.bins * small.buffer)
@@ -228,7 +237,7 @@ def check_untrained(spec: Spec):
 
 
 @torch.no_grad()
-def check_bf16(spec: Spec):
+def check_bf16(spec: Spec, compute_loss: Callable):
     network, small = small_network(spec)
     network, batch = randomised(network), synthetic_batch(small, 2)
     fp32, bf16 = (float(compute_loss(network, batch | {"autocast": a}, small).loss_sum) for a in (False, True))
@@ -236,7 +245,7 @@ def check_bf16(spec: Spec):
 
 
 @torch.no_grad()
-def check_ranges(spec: Spec):
+def check_ranges(spec: Spec, compute_loss: Callable):
     """Sigmas, target scores and network outputs of a batch."""
     network, small = small_network(spec)
     batch = synthetic_batch(small, 4)
@@ -270,7 +279,7 @@ def check_refusals(spec: Spec):
 
 
 @torch.no_grad()
-def check_nan(spec: Spec):
+def check_nan(spec: Spec, compute_loss: Callable):
     """One NaN in one clip of a batch makes the loss NaN; that is how a step is skipped and its clips are named."""
     network, small = small_network(spec)
     batch = synthetic_batch(small, 2)
@@ -286,7 +295,7 @@ def check_silence(spec: Spec):
     return bool(np.isfinite(enhanced).all()), f"silence gives finite samples, at most {np.abs(enhanced).max():.1e}"
 
 
-def check_repeats(spec: Spec):
+def check_repeats(spec: Spec, compute_loss: Callable):
     """Two optimizer steps, twice, with the same losses."""
     losses = []
     for _ in range(2):
@@ -349,25 +358,28 @@ CHECKS = {
     "chunks": check_chunks,
     "latency": check_latency,
     "lengths": check_sample_counts,
-    "untrained loss": check_untrained,
-    "bf16": check_bf16,
-    "ranges": check_ranges,
     "refusals": check_refusals,
-    "not a number": check_nan,
     "silence": check_silence,
-    "repeatable": check_repeats,
     "stacks": check_stacks,
     "speed": check_speed,
 }
+LOSS_CHECKS = {
+    "untrained loss": check_untrained,
+    "bf16": check_bf16,
+    "ranges": check_ranges,
+    "not a number": check_nan,
+    "repeatable": check_repeats,
+}
 
 
-def diagnose(config, scorer) -> None:
+def diagnose(config, compute_loss: Callable) -> None:
     """Prints a line per check: PASS, WARN or FAIL, and the numbers; a failure raises UserError.
 
-    `config`: the recipe's. `scorer` is not used: nothing here is a matter of perceptual quality.
+    `config` and `compute_loss`: the recipe's own, edits included.
     """
     torch.set_num_threads(1)  # small networks: on a busy machine, threads that wait for each other are slower
     spec, checks = spec_of(config), dict(CHECKS)
+    checks |= {name: functools.partial(check, compute_loss=compute_loss) for name, check in LOSS_CHECKS.items()}
     if config.data:
         checks["data"] = functools.partial(check_data, config=config)
     failed = []

@@ -6,6 +6,7 @@ step closer to clean speech. The output depends only on the samples, not on how 
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,15 +21,19 @@ from models.diffusion_buffer import signal
 from models.diffusion_buffer.signal import RATE, Spec
 from models.diffusion_buffer.weights import load_network
 
+# Frames whose noise is drawn at once. A GPU waits for every copy; on a CPU, drawing ahead makes a live stream stutter.
+NOISE_ON_CPU, NOISE_ON_GPU = 1, 64
+
 
 class Buffer:
-    """The frames that are being denoised. `network(x, y, times, scales)` as in models/diffusion_buffer/network.py.
+    """The frames of N sounds that are being denoised. `network(x, y, times, scales)` as in network.py.
 
-    `temperature` scales the noise of the stream; 0 = none.
+    `temperature` scales the noise of the stream; 0 = none. The noise depends on seed and frame, not on the sound.
     """
 
-    def __init__(self, network, spec: Spec, seed: int = 0, temperature: float = 1.0, device="cpu"):
-        self.network, self.spec, self.seed, self.temperature, self.device = network, spec, seed, temperature, device
+    def __init__(self, network, spec: Spec, sounds: int = 1, seed: int = 0, temperature: float = 1.0, device="cpu"):
+        self.network, self.spec, self.seed, self.temperature = network, spec, seed, temperature
+        self.device = torch.device(device)
         t = signal.inference_times(spec)
         before = np.concatenate([[0.0], t[:-1]])
         self.t, self.t_before = self._row(t), self._row(before)
@@ -41,44 +46,52 @@ class Buffer:
         self.scales = signal.output_scales(spec, self.t[None], self.sigma[None])
         self.count = 0
         # As if silence had passed through: each place holds the noise of the time that it would have arrived at.
-        start = self._noise(-1)[:, 1:] * self.sigma_before
-        self.x = torch.cat([torch.zeros(spec.bins, spec.frames - spec.buffer, device=device) + 0j, start], dim=1)
+        start = self._draw(-1)[:, 1:] * self.sigma_before
+        context = torch.zeros(spec.bins, spec.frames - spec.buffer, device=device) + 0j
+        self.x = torch.cat([context, start], dim=1).repeat(sounds, 1, 1)
         self.y = torch.zeros_like(self.x)
-        self.tracker = signal.LoudnessTracker(spec) if spec.level == "track" else None
-        self.loudness = torch.ones(spec.buffer, device=device)
 
     def _row(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.float32)).to(self.device)
 
-    def _noise(self, frame: int) -> torch.Tensor:
-        """(F, 1 + B) noise of a frame: first its own, then that of the steps of the buffer."""
-        draw = generator(self.seed, frame, "stream")
-        noise = signal.complex_noise(draw, self.spec.bins, 1 + self.spec.buffer) * np.float32(self.temperature)
-        return torch.from_numpy(noise).to(self.device)
+    def _draw(self, first: int, frames: int = 1) -> torch.Tensor:
+        """(frames x F, 1 + B) noise of these frames: first a frame's own, then that of the steps of the buffer."""
+        shape = self.spec.bins, 1 + self.spec.buffer
+        draws = (generator(self.seed, frame, "stream") for frame in range(first, first + frames))
+        noise = np.concatenate([signal.complex_noise(draw, *shape) for draw in draws])
+        return torch.from_numpy(noise * np.float32(self.temperature)).to(self.device)
 
-    def push(self, frame: torch.Tensor) -> torch.Tensor:
-        """Takes frame n (F,); returns (F, B), in which place -d is an estimate of frame n - d + 1.
+    def _noise(self) -> torch.Tensor:
+        """(F, 1 + B) noise of the next frame, drawn for some frames ahead."""
+        ahead = NOISE_ON_CPU if self.device.type == "cpu" else NOISE_ON_GPU
+        if self.count % ahead == 0:
+            self.drawn = self._draw(self.count, ahead).split(self.spec.bins)
+        return self.drawn[self.count % ahead]
+
+    def keep(self, sounds: int) -> None:
+        """Goes on with the first `sounds` sounds alone."""
+        self.x, self.y = self.x[:sounds], self.y[:sounds]
+
+    def push(self, frames: torch.Tensor) -> torch.Tensor:
+        """Takes frame n of every sound (N, F); returns (N, F, B), in which place -d is an estimate of frame n - d + 1.
 
         With DP every place is an estimate of clean speech, with DSM only the oldest.
         """
-        size, z = self.spec.buffer, self._noise(self.count)
-        if self.tracker:
-            factor = self.tracker.push(frame)
-            frame, self.loudness = frame * factor, torch.cat([self.loudness[1:], self.loudness.new_tensor([factor])])
-        newest = frame + self.sigma[-1] * z[:, 0]
-        self.x = torch.cat([self.x[:, 1:], newest[:, None]], dim=1)
-        self.y = torch.cat([self.y[:, 1:], frame[:, None]], dim=1)
-        out = self.network(self.x[None], self.y[None], self.times, self.scales)[0][:, -size:]
-        y, x = self.y[:, -size:], self.x[:, -size:]
+        size, z = self.spec.buffer, self._noise()
+        newest = frames + self.sigma[-1] * z[:, 0]
+        self.x = torch.cat([self.x[..., 1:], newest[..., None]], dim=-1)
+        self.y = torch.cat([self.y[..., 1:], frames[..., None]], dim=-1)
+        out = self.network(self.x, self.y, self.times, self.scales)[..., -size:]
+        y, x = self.y[..., -size:], self.x[..., -size:]
         z = z[:, 1:] * self.noise_mask
         if self.spec.predicts_clean:
             moved = (1 - self.t_before) * out + self.t_before * y + self.sigma_before * z
         else:  # one Euler step of the reverse SDE: backwards in time, so the drift is subtracted
             drift = (y - x) / (1 - self.t) - self.g.square() * out
             out = moved = x - drift * self.step + self.g * self.step.sqrt() * z
-        self.x = torch.cat([self.x[:, :-size], moved], dim=1)
+        self.x = torch.cat([self.x[..., :-size], moved], dim=-1)
         self.count += 1
-        return out / self.loudness if self.tracker else out
+        return out
 
 
 class Traced:
@@ -89,7 +102,7 @@ class Traced:
         buffer = Buffer(network, spec, device=device)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            inputs = (buffer.x[None], buffer.y[None], buffer.times, buffer.scales)
+            inputs = (buffer.x, buffer.y, buffer.times, buffer.scales)
             self.forward = torch.jit.trace(network, inputs, check_trace=False)
 
     def __call__(self, *inputs):
@@ -108,17 +121,13 @@ class OverlapAdd:
         self.window = window / total
         self.phase_signs = signal.phase_signs(spec, device)
         self.tail = torch.zeros(spec.n_fft, device=device)
-        self.skip = spec.n_fft // 2  # samples before the first one of the recording
 
-    def push(self, frame: torch.Tensor) -> torch.Tensor:
-        """(F,) compressed -> the samples that are now final."""
-        wave = torch.fft.irfft(signal.expand(frame) * self.phase_signs, self.spec.n_fft)
-        self.tail = self.tail + wave * self.window
-        final = self.tail[: self.spec.hop]
-        self.tail = torch.cat([self.tail[self.spec.hop :], torch.zeros(self.spec.hop, device=final.device)])
-        cut = min(self.skip, len(final))
-        self.skip -= cut
-        return final[cut:]
+    def push(self, frames: torch.Tensor) -> torch.Tensor:
+        """(..., F) compressed -> (..., hop) samples that are now final, the first n_fft / 2 from before the start."""
+        wave = torch.fft.irfft(signal.expand(frames) * self.phase_signs, self.spec.n_fft)
+        tail = self.tail + wave * self.window
+        self.tail = torch.nn.functional.pad(tail[..., self.spec.hop :], (0, self.spec.hop))
+        return tail[..., : self.spec.hop]
 
 
 class Stream:
@@ -130,7 +139,10 @@ class Stream:
         self.spec, self.device = spec, device
         self.buffer = Buffer(network, spec, device=device, **options)
         self.overlap = OverlapAdd(spec, device)
+        self.tracker = signal.LoudnessTracker(spec) if spec.level == "track" else None
+        self.loudness = deque(maxlen=self.delay)  # factors of the newest frames
         self.waiting = torch.zeros(spec.n_fft // 2, device=device)
+        self.early = spec.n_fft // 2  # samples from before the start that are still to come out
         self.taken = self.given = 0
 
     @torch.inference_mode()
@@ -155,13 +167,20 @@ class Stream:
         self.waiting = torch.cat([self.waiting, samples])
         final = []
         while len(self.waiting) >= self.spec.n_fft:
-            estimates = self.buffer.push(signal.analyse(self.waiting[: self.spec.n_fft], self.spec))
+            frame = signal.analyse(self.waiting[: self.spec.n_fft], self.spec)
             self.waiting = self.waiting[self.spec.hop :]
+            if self.tracker:
+                self.loudness.append(self.tracker.push(frame))
+                frame = frame * self.loudness[-1]
+            estimates = self.buffer.push(frame[None])[0]
             if self.buffer.count >= self.delay:
-                final.append(self.overlap.push(estimates[:, -self.delay]))
+                estimate = estimates[:, -self.delay]
+                final.append(self.overlap.push(estimate / self.loudness[0] if self.tracker else estimate))
         enhanced = torch.cat(final).cpu().numpy() if final else np.zeros(0, dtype=np.float32)
-        self.given += len(enhanced)
-        return enhanced
+        early = min(self.early, len(enhanced))
+        self.early -= early
+        self.given += len(enhanced) - early
+        return enhanced[early:]
 
 
 def checked_delay(spec: Spec, delay: int) -> int:
@@ -182,19 +201,44 @@ def enhance(network, wave: np.ndarray, spec: Spec, **options) -> np.ndarray:
 
 
 @torch.inference_mode()
-def enhance_at(network, wave: np.ndarray, spec: Spec, delays: list[int], device="cpu", **options) -> list[np.ndarray]:
-    """The recording as streams with these delays would enhance it, in one pass."""
-    frames = -(-(len(wave) + spec.n_fft // 2) // spec.hop)
-    noisy = torch.from_numpy(wave).to(device)
-    padded = torch.nn.functional.pad(noisy, (spec.n_fft // 2, (frames + spec.buffer) * spec.hop + spec.n_fft))
-    buffer = Buffer(network, spec, device=device, **options)
-    outputs = {delay: (OverlapAdd(spec, device), []) for delay in delays}
-    for n in range(frames + max(delays) - 1):
-        estimates = buffer.push(signal.analyse(padded[n * spec.hop : n * spec.hop + spec.n_fft], spec))
-        for delay, (overlap, final) in outputs.items():
-            if delay - 1 <= n < frames + delay - 1:
-                final.append(overlap.push(estimates[:, -delay]))
-    return [torch.cat(final)[: len(wave)].cpu().numpy() for _, final in outputs.values()]
+def enhance_at(
+    network, waves: list[np.ndarray], spec: Spec, delays: list[int], device="cpu", **options
+) -> list[list[np.ndarray]]:
+    """Each recording as streams with these delays would enhance it. All recordings advance together, a frame at a time.
+
+    N recordings, longest first, so that those that still go on are the first ones; D delays.
+    """
+    order = sorted(range(len(waves)), key=lambda i: -len(waves[i]))
+    before, hop = spec.n_fft // 2, spec.hop
+    frames = [-(-(len(waves[i]) + before) // hop) for i in order]
+    steps = [count + max(delays) - 1 for count in frames]
+    padded = torch.zeros(len(waves), (steps[0] - 1) * hop + spec.n_fft)
+    for row, i in enumerate(order):
+        padded[row, before : before + len(waves[i])] = torch.from_numpy(waves[i])
+    noisy = signal.analyse(padded.to(device).unfold(1, spec.n_fft, hop), spec)  # (N, steps, F)
+    places = torch.tensor([-delay for delay in delays], device=device)
+    coming_out = torch.arange(steps[0], device=device)[:, None] + places + 1  # (steps, D) frames; negative: none yet
+    if spec.level == "track":
+        factors = [signal.loudness_factors(torch.from_numpy(waves[i]), steps[0], spec) for i in order]
+        loudness = torch.stack(factors).to(device)
+        noisy, loudness = noisy * loudness[..., None], loudness[:, coming_out.clamp(min=0)]
+
+    buffer, overlap = Buffer(network, spec, len(waves), device=device, **options), OverlapAdd(spec, device)
+    enhanced = torch.zeros(len(waves), len(delays), steps[0] * hop, device=device)
+    for n in range(steps[0]):
+        going_on = sum(n < count for count in steps)
+        buffer.keep(going_on)
+        overlap.tail = overlap.tail[:going_on] if n else overlap.tail
+        estimates = buffer.push(noisy[:going_on, n])[..., places]
+        if spec.level == "track":
+            estimates = estimates / loudness[:going_on, n, None]
+        estimates = torch.where(coming_out[n] >= 0, estimates, 0)
+        enhanced[:going_on, :, n * hop : (n + 1) * hop] = overlap.push(estimates.transpose(1, 2))
+    result, enhanced = [None] * len(waves), enhanced.cpu().numpy()
+    for row, i in enumerate(order):
+        starts = [before + (delay - 1) * hop for delay in delays]
+        result[i] = [wave[start : start + len(waves[i])] for start, wave in zip(starts, enhanced[row], strict=True)]
+    return result
 
 
 def say_latency(spec: Spec, delay: int) -> None:

@@ -55,7 +55,7 @@ def norm(channels: int) -> nn.GroupNorm:
 def fir_down(x: torch.Tensor, both: bool = True) -> torch.Tensor:
     """Halves the bins and, with `both`, the frames, with the filter [1, 3, 3, 1] / 8 per dimension.
 
-    Written as sums of slices: as convolutions this would be half of a small network's time on a CPU.
+    Written as sums of slices: as a convolution this would be half of a small network's time on a CPU.
     """
     for dim in (2, 3) if both else (2,):
         even, odd = _slices(x, dim, 0, None, 2), _slices(x, dim, 1, None, 2)
@@ -79,6 +79,37 @@ def fir_up(x: torch.Tensor, both: bool = True) -> torch.Tensor:
 
 def _slices(x: torch.Tensor, dim: int, start: int, end: int | None, step: int = 1) -> torch.Tensor:
     return x[(slice(None),) * dim + (slice(start, end, step),)]
+
+
+class Resample(nn.Module):
+    """`fir_down` or `fir_up`; on a GPU, where every slice costs a kernel launch, as one depthwise convolution."""
+
+    def __init__(self, up: bool = False, both: bool = True):
+        super().__init__()
+        self.up, self.both = up, both
+        # Up: a filter for each of the 2 or 4 outputs of a place, which are then interleaved.
+        filters = [[0.25, 0.75, 0.0], [0.0, 0.75, 0.25]] if up else [[0.125, 0.375, 0.375, 0.125]]
+        rows = torch.tensor(filters)
+        columns = rows if both else torch.ones(1, 1)
+        kernels = torch.einsum("ik,jl->ijkl", rows, columns).flatten(0, 1)[:, None]
+        self.register_buffer("kernels", kernels, persistent=False)  # (outputs, 1, high, wide)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu":
+            return (fir_up if self.up else fir_down)(x, self.both)
+        with torch.autocast(x.device.type, enabled=False):  # in the precision of x, as the slices
+            return self.convolve(x)
+
+    def convolve(self, x: torch.Tensor) -> torch.Tensor:
+        n, c, *size = x.shape
+        kernels = self.kernels.to(x.dtype).repeat(c, 1, 1, 1)
+        factors = (2, 2) if self.both else (2, 1)
+        strides, padding = (1, 1) if self.up else factors, (1, 1 if self.both else 0)
+        x = F.conv2d(x, kernels, stride=strides, padding=padding, groups=c)
+        if not self.up:
+            return x
+        x = x.reshape(n, c, *factors, *size).permute(0, 1, 4, 2, 5, 3)
+        return x.reshape(n, c, *(factor * places for factor, places in zip(factors, size, strict=True)))
 
 
 def real_input(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -112,7 +143,7 @@ class Block(nn.Module):
 
     def __init__(self, inside: int, outside: int, time_size: int, factor: int, resample: str = ""):
         super().__init__()
-        self.resample = {"": None, "down": fir_down, "up": fir_up}[resample]
+        self.resample = Resample(resample == "up") if resample else None
         self.GroupNorm_0 = norm(inside)
         self.Conv_0 = conv(inside, outside, 3)
         self.Conv_time = nn.Conv1d(time_size, outside, 3, stride=factor, padding=1)
@@ -175,6 +206,7 @@ class NCSNpp(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.width, time_size, levels = width, 4 * width, len(self.widths)
+        self.down, self.up = Resample(), Resample(up=True)
         sizes = [width * factor for factor in self.widths]
         self.output_layer = nn.Conv2d(4, 2, 1)
         nn.init.zeros_(self.output_layer.bias)  # an untrained network then outputs 0, and its DSM loss is 1
@@ -219,7 +251,7 @@ class NCSNpp(nn.Module):
             skips.append(next(parts)(skips[-1], next(times)))
             if level + 1 < levels:
                 h = next(parts)(skips[-1], next(times))
-                small = fir_down(small)
+                small = self.down(small)
                 skips.append(next(parts)(small, h))
         h = next(parts)(skips[-1], next(times))
         h = next(parts)(h)
@@ -230,7 +262,7 @@ class NCSNpp(nn.Module):
                 h = next(parts)(torch.cat([h, skips.pop()], dim=1), next(times))
             grown = next(parts)(h)
             grown = next(parts)(F.silu(grown))
-            pyramid = grown if pyramid is None else fir_up(pyramid) + grown
+            pyramid = grown if pyramid is None else self.up(pyramid) + grown
             if level:
                 h = next(parts)(h, next(times))
         return complex_output(self.output_layer(pyramid / scale[:, None, :, None]).transpose(2, 3))
@@ -286,8 +318,8 @@ class CausalBlock(nn.Module):
 
     def __init__(self, inside: int, outside: int, time_size: int, factor: int, stride: int = 1, resample: str = ""):
         super().__init__()
-        self.resample = {"": None, "down": fir_down, "up": fir_up}[resample]
         self.up = resample == "up"
+        self.resample = Resample(self.up, both=False) if resample else None
         size = (3, max(3, stride + 1))
         layer = PastConvTranspose if self.up else PastConv
         self.GroupNorm_0 = CumulativeNorm(inside)
@@ -302,7 +334,7 @@ class CausalBlock(nn.Module):
         same, more = ((x.shape[-1],), (frames,)) if self.up else ((), ())
         h = F.silu(self.GroupNorm_0(x))
         if self.resample:
-            h, x = self.resample(h, both=False), self.resample(x, both=False)
+            h, x = self.resample(h), self.resample(x)
         h = self.Conv_0(h, *same) + time
         h = self.Conv_1(F.silu(self.GroupNorm_1(h)), *more)
         return (self.Conv_2(x, *more) + h) * math.sqrt(0.5)

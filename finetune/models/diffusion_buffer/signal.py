@@ -144,7 +144,7 @@ def phase_signs(spec: Spec, device=None) -> torch.Tensor:
 
 
 def analyse(samples: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """One frame of a stream: (n_fft,) samples -> (F,) compressed."""
+    """One frame of a stream: (..., n_fft) samples -> (..., F) compressed."""
     return compress(torch.fft.rfft(samples * window(spec, samples.device))) * phase_signs(spec, samples.device)
 
 
@@ -242,8 +242,7 @@ class LoudnessTracker:
         return (TARGET_RMS / math.sqrt(self.power_sum / self.weight_sum)) ** POWER if self.weight_sum else 1.0
 
 
-def loudness_factors(wave: torch.Tensor, last: int, spec: Spec) -> np.ndarray:
-    """(K,) factors of the K frames up to frame `last` of a recording, as a stream would compute them."""
-    tracker, spectrum = LoudnessTracker(spec), whole_spectrum(wave, spec, last + 1)
-    factors = [tracker.push(frame) for frame in spectrum.T]
-    return np.array(([1.0] * spec.frames + factors)[-spec.frames :], dtype=np.float32)
+def loudness_factors(wave: torch.Tensor, frames: int, spec: Spec) -> torch.Tensor:
+    """(frames,) factors of the first frames of a recording, as a stream would compute them."""
+    tracker, spectrum = LoudnessTracker(spec), whole_spectrum(wave, spec, frames)
+    return torch.tensor([tracker.push(frame) for frame in spectrum.T])

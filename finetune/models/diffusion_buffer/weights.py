@@ -148,10 +148,10 @@ def _fill(network: nn.Module, weights: dict[str, torch.Tensor], path) -> nn.Modu
 
 
 def write_export(folder: Path, network: nn.Module, spec: Spec, facts: dict) -> None:
-    """Writes export/, complete or not at all: model.safetensors and config.json, which is all that a stream needs."""
-    final, draft = folder / "export", folder / ".export.tmp"
+    """Writes a folder, complete or not at all: model.safetensors and config.json, which is all that a stream needs."""
+    draft = folder.with_name(f".{folder.name}.tmp")
     empty_folder(draft)
     weights = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
     save_file(weights, draft / "model.safetensors")
     write_json(draft / "config.json", {"model_type": "diffusion_buffer"} | facts | FIXED | dataclasses.asdict(spec))
-    replace_folder(draft, final)
+    replace_folder(draft, folder)

@@ -5,8 +5,6 @@ Shapes as in layout.py.
 
 import copy
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +12,10 @@ import numpy as np
 import torch
 
 from common import samples
+from common.attention import sdpa_inside
 from common.keyed_random import torch_seed
 from common.lora import base_model
-from common.runtime import Process, all_sum, barrier
+from common.runtime import Process, all_sum
 from models.higgs.data import VoiceClips
 from models.higgs.layout import Layout, Row, collate, undelayed
 
@@ -84,7 +83,8 @@ def speak(
     higgs.generation_config.do_sample = not greedy
     higgs.generation_config.max_new_tokens = max_frames + layout.tail
     try:
-        with torch.random.fork_rng():
+        gpus = [device] if device.type == "cuda" else []  # not every GPU of the machine
+        with torch.random.fork_rng(gpus), sdpa_inside(higgs):
             torch.manual_seed(seed)
             streams = higgs.generate(**{name: value.to(device) for name, value in inputs.items()})
     finally:  # a failed sample must not leave the training in eval mode
@@ -110,10 +110,9 @@ def sample(
     seconds per character, relative to the reference by the same speaker.
     """
     config, tokens = clips.config, clips.tokens
-    chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
-    prompts = [{"name": f"clip-{i:04d}", "text": tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
+    prompts = samples.choose_prompts(clips)
     cap = config.sample_frames or int(1.5 * tokens.frames[clips.kept].max())
-    codec, board = tokens.info["weights"], folder / "tensorboard"
+    codec, board, decoders = samples.codec_of(clips), folder / "tensorboard", []
 
     def speak_share(prompts: list[dict]) -> list:
         indices = [prompt["index"] for prompt in prompts]
@@ -122,17 +121,14 @@ def sample(
         spoken = speak(model, rows, clips.layout, cap, seed, process.device, config.greedy)
         return [(s.codes, sample_facts(s, clips, index)) for s, index in zip(spoken, indices, strict=True)]
 
+    if process.is_main:
+        files = write_references(clips, prompts, folder / "samples")
+        files += samples.write_recorded(clips, prompts, folder / "samples")
+        decoders.append(samples.start_decoder(files, codec, board, 0))
     here = folder / "samples" / f"step-{step:08d}"
     files = samples.take_samples(prompts, speak_share, here, process, all_ranks_must_join)
-    decoders = [samples.start_decoder([f for f in files if len(np.load(f))], codec, board, step)]
-    if process.is_main and not (folder / "samples" / "recorded").exists():
-        decoders.append(write_recorded(clips, prompts, folder, codec, board))
-    scores = {}
-    if config.similarity or config.wer:
-        samples.wait_for(decoders)
-        barrier(process)  # the main rank has decoded the references
-        scores = score_samples(files, folder, config)
-    return sample_metrics(files, scores, process), decoders
+    decoders.append(samples.start_decoder([f for f in files if len(np.load(f))], codec, board, step))
+    return sample_metrics(files, process), decoders
 
 
 def sample_facts(spoken: Spoken, clips: VoiceClips, index: int) -> dict:
@@ -146,7 +142,9 @@ def sample_facts(spoken: Spoken, clips: VoiceClips, index: int) -> dict:
     facts = {
         "seconds": len(codes) / rate,
         "duration_ratio": len(codes) / max(1, len(tokens.text(i))) / pace,
-        "ended": spoken.ended,
+        # A stream that ends before it says anything has not stopped by itself: a base that says nothing would else
+        # have a stop rate of 1, and no checkpoint that speaks could be better.
+        "ended": spoken.ended and not spoken.refused,
         "repeats": samples.repeat_share(codes),
         "bad_ids": spoken.bad_ids,
         "codes_as_recorded": float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0,
@@ -154,12 +152,12 @@ def sample_facts(spoken: Spoken, clips: VoiceClips, index: int) -> dict:
     return facts | ({"refused": spoken.refused} if spoken.refused else {})
 
 
-def sample_metrics(files: list[Path], scores: dict[str, dict], process: Process) -> dict[str, float]:
-    """Means over the samples of all ranks. `scores`: further values of this rank's files, by stem."""
-    names = ("ended", "duration_ratio", "bad_ids", "similarity", "wer")
+def sample_metrics(files: list[Path], process: Process) -> dict[str, float]:
+    """Means over the samples of all ranks of what generating them showed."""
+    names = ("ended", "duration_ratio", "bad_ids")
     sums = np.zeros((2, len(names)))  # sums and counts
     for file in files:
-        facts = json.loads(file.with_suffix(".json").read_text(encoding="utf-8")) | scores.get(file.stem, {})
+        facts = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
         for column, name in enumerate(names):
             if facts.get(name) is not None:
                 sums[:, column] += float(facts[name]), 1
@@ -168,46 +166,11 @@ def sample_metrics(files: list[Path], scores: dict[str, dict], process: Process)
     return {"stop_rate" if name == "ended" else name: mean for name, mean in means.items()}
 
 
-def write_recorded(clips: VoiceClips, prompts: list[dict], folder: Path, codec: str | None, board: Path):
-    """Writes the codes of references and targets, and copies the target's own file if it is known; returns the decoder
-    process that makes the codes audible."""
-    tokens, targets = clips.tokens, [clips.kept[prompt["index"]] for prompt in prompts]
-    files = samples.write_all(folder / "samples" / "recorded", prompts, [(tokens.codes(i), {}) for i in targets])
-    voices = [
-        (prompt, clips.reference[i]) for prompt, i in zip(prompts, targets, strict=True) if clips.reference[i] >= 0
-    ]
-    references = [(tokens.codes(j), {"said": tokens.text(j)}) for _, j in voices]
-    files += samples.write_all(folder / "samples" / "reference", [prompt for prompt, _ in voices], references)
-    originals = source_files(tokens)
-    for prompt, i in zip(prompts, targets, strict=True):
-        source = originals.get(tokens.label("source", i) or "")
-        if source and source.suffix == ".wav" and source.is_file():
-            truth = folder / "samples" / "original"
-            truth.mkdir(exist_ok=True)
-            (truth / f"{prompt['name']}.json").write_text(json.dumps(prompt), encoding="utf-8")
-            (truth / f"{prompt['name']}.wav").write_bytes(source.read_bytes())
-    return samples.start_decoder(files, codec, board, 0)
-
-
-def source_files(tokens) -> dict[str, Path]:
-    """The file that data/encode.py read for each value of the column `source`; only for clips that are whole files."""
-    path = tokens.folder / "sources.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return {f"{sha256}:None:None": Path(place) for place, _, sha256 in map(json.loads, lines)}
-
-
-def score_samples(files: list[Path], folder: Path, config) -> dict[str, dict]:
-    """Speaker similarity and word error rate of this rank's samples, by data/score.py in a separate process."""
-    waves = [file.with_suffix(".wav") for file in files if file.with_suffix(".wav").is_file()]
-    if not waves:
-        return {}
-    script = Path(__file__).resolve().parents[3] / "data" / "score.py"
-    command = [sys.executable, script, "--references", folder / "samples" / "reference"]
-    command += ["--similarity", config.similarity] if config.similarity else []
-    command += ["--wer", config.wer] if config.wer else []
-    done = subprocess.run([*command, *waves], capture_output=True, text=True, check=False)
-    if done.returncode:  # must not stop the training
-        reason = "".join(done.stderr.strip().splitlines()[-1:])
-        print(f"warning: samples could not be scored: {reason}", flush=True)
-        return {}
-    return json.loads(done.stdout.splitlines()[-1])
+def write_references(clips: VoiceClips, prompts: list[dict], folder: Path) -> list[Path]:
+    """Writes the codes of the prompts' references; returns the files, none if they are there."""
+    if (folder / "reference").exists():
+        return []
+    voices = [(prompt, clips.reference[clips.kept[prompt["index"]]]) for prompt in prompts]
+    voices = [(prompt, j) for prompt, j in voices if j >= 0]
+    spoken = [(clips.tokens.codes(j), {"said": clips.tokens.text(j)}) for _, j in voices]
+    return samples.write_all(folder / "reference", [prompt for prompt, _ in voices], spoken)

@@ -1,17 +1,18 @@
 """The sequence layout of Higgs Audio v2: delayed streams, labels, rows with placeholders, batches, labelled states.
 
-Shapes: B rows, S positions on the text axis, F audio frames, K codebooks, T codec frames, D width, N positions with a
-target.
+Shapes: B rows, S positions on the text axis, R real positions of all rows, F audio frames, K codebooks, T codec frames,
+D width, N positions with a target.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from common.config import UserError
-from common.lora import base_model
 from common.loss import IGNORE
+from models.higgs.network import hidden_states
 
 # ---- layout ----------------------------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ class Row:
     frames: np.ndarray
     labels: np.ndarray
     text_from: int  # first position of the target's turns
+    weight: float = 1.0  # of its loss
 
 
 def build_row(name: str, ids: np.ndarray, segments: list[np.ndarray], layout: Layout, answer: bool = True) -> Row:
@@ -169,7 +171,9 @@ def audio_at(ids, layout: Layout):
 def collate(rows: list[Row], layout: Layout, packed: bool = False, text_loss: bool = False) -> dict:
     """The rows as one batch of right-padded tensors.
 
-    `packed`: all rows end to end in one, each with positions from 0, which also keeps their attention apart.
+    `packed`: all rows end to end in one, each with positions from 0. Besides what the library's model takes, the batch
+    says where its text, audio and targets are (see `indices`): a GPU would have to wait to find out. If the rows have
+    weights, label_weights and text_label_weights (N, 1) are those of the targets.
     """
     lengths = [len(row.ids) for row in rows]
     text_labels = [np.where(audio_at(row.ids, layout), IGNORE, row.ids) for row in rows]
@@ -182,24 +186,64 @@ def collate(rows: list[Row], layout: Layout, packed: bool = False, text_loss: bo
         for text in text_labels:
             text[0] = IGNORE  # it would be predicted from the last position of the row before
         texts = np.concatenate(text_labels)[None]
-        where = {"position_ids": torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))[None]}
+        where = {
+            "position_ids": np.concatenate([np.arange(n) for n in lengths])[None],
+            "row_of": np.repeat(np.arange(len(rows)), lengths),
+            "row_starts": np.cumsum([0, *lengths], dtype=np.int32),
+        }
+        is_real = np.ones(ids.shape, dtype=bool)
         mask = np.ones(frames.shape[:2], dtype=bool)
     else:
         ids = _padded([row.ids for row in rows], layout.pad)
         frames = _padded([row.frames for row in rows], layout.eos)
         labels = _padded([row.labels for row in rows], IGNORE)
         texts = _padded(text_labels, IGNORE)
-        where = {"attention_mask": torch.from_numpy(_padded([np.ones(n, dtype=np.int64) for n in lengths], 0))}
+        where = {"attention_mask": _padded([np.ones(n, dtype=np.int64) for n in lengths], 0)}
+        is_real = where["attention_mask"].astype(bool)
         mask = _padded([np.ones(len(row.frames), dtype=bool) for row in rows], False)
-    batch = where | {
-        "input_ids": torch.from_numpy(ids),
-        "audio_input_ids": torch.from_numpy(frames),
-        "audio_input_ids_mask": torch.from_numpy(mask),
-        "audio_labels": torch.from_numpy(labels),
-        "ids": [row.name for row in rows],
-        "positions": ids.size,
+    arrays = where | {
+        "input_ids": ids,
+        "audio_input_ids": frames,
+        "audio_input_ids_mask": mask,
+        "audio_labels": labels,
+        **({"labels": texts} if text_loss else {}),
+        **indices(ids, is_real, mask, labels, texts if text_loss else None, layout),
     }
-    return batch | {"labels": torch.from_numpy(texts)} if text_loss else batch
+    if any(row.weight != 1 for row in rows):
+        weights = np.array([[row.weight] for row in rows], dtype=np.float32)
+        frame_row = np.repeat(np.arange(len(rows)), [len(row.frames) for row in rows] if packed else frames.shape[1])
+        arrays["label_weights"] = weights[frame_row[arrays["label_at"]]]
+        if text_loss:
+            text_row = np.repeat(np.arange(len(rows)), lengths if packed else ids.shape[1])
+            arrays["text_label_weights"] = weights[text_row[arrays["text_label_at"]]]
+    facts = {"ids": [row.name for row in rows], "positions": ids.size, "longest_row": max(lengths)}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()} | facts
+
+
+def indices(ids_bs, is_real_bs, mask_bf, labels_bfk, text_labels_bs, layout: Layout) -> dict[str, np.ndarray]:
+    """Where everything is, in flattened arrays.
+
+    text_at, audio_at: the real positions in B x S, in which order the states (R, D) are kept; frame_at: the audio's
+    frames in B x F. target_at: states that predict a frame, which is label_at in B x F; text_target_at and
+    text_label_at (in B x S): the same for text.
+    """
+    is_audio = audio_at(ids_bs, layout) & is_real_bs
+    found = {
+        "text_at": np.flatnonzero(is_real_bs & ~is_audio),
+        "audio_at": np.flatnonzero(is_audio),
+        "frame_at": np.flatnonzero(mask_bf),
+    }
+    state_at = np.full(ids_bs.size, -1)
+    state_at[np.concatenate([found["text_at"], found["audio_at"]])] = np.arange(is_real_bs.sum())
+    scored = (labels_bfk != IGNORE).any(axis=-1).reshape(-1)[found["frame_at"]]
+    found["label_at"] = found["frame_at"][scored]
+    found["target_at"] = state_at[found["audio_at"][scored] - 1]  # position s predicts the frame at s + 1
+    if text_labels_bs is not None:
+        scored = text_labels_bs != IGNORE
+        scored[:, 0] = False  # nothing predicts the first position
+        found["text_label_at"] = np.flatnonzero(scored)
+        found["text_target_at"] = state_at[found["text_label_at"] - 1]
+    return found
 
 
 def _padded(arrays: list[np.ndarray], value) -> np.ndarray:
@@ -222,24 +266,17 @@ def without_delay(row: Row, layout: Layout) -> Row:
         if (labels[start:end] != IGNORE).any():
             labels[start:end] = IGNORE
             labels[start + 1 : start + 2 + count] = frames[start + 1 : start + 2 + count]
-    return Row(row.name, row.ids, frames, labels, row.text_from)
+    return dataclasses.replace(row, frames=frames, labels=labels)
 
 
-def labelled_states(model, batch: dict, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """States (N, D) and labels (N, K) of the positions whose next frame has a target; also all states (B, S, D)."""
-    given = ("input_ids", "attention_mask", "position_ids", "audio_input_ids", "audio_input_ids_mask")
-    inputs = {name: batch[name] for name in given if name in batch}
-    hidden_bsd = base_model(model).model(**inputs, use_cache=False).last_hidden_state
-    ids = batch["input_ids"]
-    labels_bsk = ids.new_full((*ids.shape, layout.codebooks), IGNORE)
-    labels_bsk[audio_at(ids, layout)] = batch["audio_labels"][batch["audio_input_ids_mask"]]
-    labels_nk = labels_bsk[:, 1:].flatten(0, 1)  # position s predicts the frame at s + 1
-    rows = (labels_nk != IGNORE).any(-1).nonzero().squeeze(-1)
-    return hidden_bsd[:, :-1].flatten(0, 1)[rows], labels_nk[rows], hidden_bsd
+def labelled_states(model, batch: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """States (N, D) and labels (N, K) of the positions whose next frame has a target; also all states (R, D)."""
+    hidden_rd = hidden_states(model, batch)
+    labels_nk = batch["audio_labels"].flatten(0, 1).index_select(0, batch["label_at"])
+    return hidden_rd.index_select(0, batch["target_at"]), labels_nk, hidden_rd
 
 
-def labelled_text_states(hidden_bsd: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def labelled_text_states(hidden_rd: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """States (N, D) and labels (N, 1) of the positions whose next text token is a target."""
-    labels_n = batch["labels"][:, 1:].flatten()
-    rows = (labels_n != IGNORE).nonzero().squeeze(-1)
-    return hidden_bsd[:, :-1].flatten(0, 1)[rows], labels_n[rows, None]
+    labels_n = batch["labels"].flatten().index_select(0, batch["text_label_at"])
+    return hidden_rd.index_select(0, batch["text_target_at"]), labels_n[:, None]

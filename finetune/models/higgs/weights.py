@@ -8,11 +8,11 @@ import torch
 
 from common import runs
 from common.checkpoint import write_json
+from common.codec import FILE, recorded_codec, refuse_other_codec
 from common.config import UserError
-from common.hub import load_pretrained
-from common.runtime import say
+from common.hub import find_file, is_local, load_pretrained
+from common.runtime import Process, on_main, say
 
-CODEC = "bosonai/higgs-audio-v2-tokenizer"
 LAST_ORIGINAL = "10840182ca4ad5d9d9113b60b9bb3c1ef1ba3f84"
 TEXT_HEAD = "text_lm_head.weight"
 PROCESSOR_FILES = (
@@ -28,12 +28,14 @@ PROCESSOR_FILES = (
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
-def load_higgs(path: str, revision: str, dtype: torch.dtype, text_head: bool = False, quantization=None):
+def load_higgs(
+    path: str, revision: str, dtype: torch.dtype, text_head: bool = False, quantization=None, attn: str = "sdpa"
+):
     """HiggsAudioV2ForConditionalGeneration from a hub id or a local folder, in the native transformers format."""
     from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
     refuse_original_format(path, revision)
-    options = {"quantization_config": quantization} if quantization else {}
+    options = {"attn_implementation": attn} | ({"quantization_config": quantization} if quantization else {})
     if text_head:
         options["use_text_head"] = True  # config.json does not say that there is one
     return load_pretrained(
@@ -54,24 +56,10 @@ def refuse_original_format(path: str, revision: str) -> None:
 def load_tokenizer(path: str, revision: str):
     from transformers import AutoTokenizer
 
-    local = Path(path).is_dir()
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision or None, local_files_only=local)
+        return AutoTokenizer.from_pretrained(path, revision=revision or None, local_files_only=is_local(path))
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path} has no usable tokenizer ({str(error).splitlines()[0]}).") from None
-
-
-def find_file(path: str, name: str, revision: str = "") -> Path | None:
-    """A file in a folder or in a hub repository; None if there is none."""
-    if Path(path).is_dir():
-        return Path(path, name) if Path(path, name).is_file() else None
-    from transformers.utils import cached_file
-
-    try:
-        file = cached_file(path, name, revision=revision or None, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):
-        return None  # loading the model reports why
-    return Path(file) if file else None
 
 
 def codec_of(path: str, revision: str) -> str | None:
@@ -81,25 +69,11 @@ def codec_of(path: str, revision: str) -> str | None:
     return codec["audio_tokenizer_name_or_path"] if isinstance(codec, dict) else codec
 
 
-def check_codec(tokens, path: str, revision: str) -> None:
-    """Refuses codes from another codec than the model's: compares weights if both are local, else warns by name."""
-    import hashlib
-
-    codec = codec_of(path, revision)
-    if not codec:
-        return
-    files = sorted(Path(codec).glob("*.safetensors")) if Path(codec).is_dir() else []
-    if files and tokens.info.get("weights_sha256"):
-        digest = hashlib.sha256()
-        for file in files:
-            digest.update(file.read_bytes())
-        if digest.hexdigest() != tokens.info["weights_sha256"]:
-            raise UserError(
-                f"{tokens.folder} was encoded with other codec weights ({tokens.info['weights']}) than the model's"
-                f" ({codec}): encode the audio again with the model's codec."
-            )
-    elif (tokens.info.get("weights") or "").rpartition("/")[2] != codec.rpartition("/")[2]:
-        say(f"warning: {tokens.folder} names the codec {tokens.info.get('weights')}, the model names {codec}")
+def check_codec(tokens, path: str, revision: str, process: Process) -> None:
+    """Refuses codes of another codec than the model's, as far as its files name it."""
+    expected = {"name": "higgs", "sample_rate": 24000, "hop": 960}
+    expected |= recorded_codec(Path(path)) or {"place": codec_of(path, revision)}
+    on_main(lambda: refuse_other_codec(tokens, expected, f"--model {path}"), process)
 
 
 # ---- what can be trained ---------------------------------------------------------------------------------------
@@ -181,12 +155,19 @@ def base_text_head(path: str, revision: str) -> torch.Tensor | None:
 
 
 def write_model(
-    folder: Path, model, weights: dict[str, torch.Tensor], source: str, revision: str, codec: str, training: dict
+    folder: Path,
+    model,
+    weights: dict[str, torch.Tensor],
+    source: str,
+    revision: str,
+    codec_name: str,
+    training: dict,
+    codec: dict,
 ) -> None:
     """A folder that HiggsAudioV2ForConditionalGeneration.from_pretrained loads anywhere; complete or absent.
 
-    `source`: the base, whose tokenizer, processor and chat template are copied. `codec`: hub id to write into the
-    processor's config, where a local path would be useless on other machines; empty keeps what the base has.
+    `source`: the base, whose tokenizer, processor and chat template are copied. `codec`: the one that made the
+    training data. The processor's config names its place, or `codec_name`, a hub id that other machines know too.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -202,8 +183,9 @@ def write_model(
     config.dtype = next(iter(weights.values())).dtype
     config.save_pretrained(draft)
     model.generation_config.save_pretrained(draft)
-    copy_processor(source, revision, draft, codec)
+    copy_processor(source, revision, draft, codec_name or codec.get("place") or "")
     write_json(draft / "training_config.json", training)
+    write_json(draft / FILE, codec)
     runs.replace_folder(draft, folder)
 
 

@@ -8,15 +8,18 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from common.codec import hash_weights, local_codec
 from common.config import UserError
 from common.engine import gathered, shard
-from common.hub import load_pretrained
+from common.hub import is_local, load_pretrained, on_paper
 from common.keyed_random import torch_seed
 from common.runtime import say
 from models.mot.layout import Layout
-from models.mot.network import NEW_ROW_SCALE, AudioLayer, Expert, MoTLlama, route_of
+from models.mot.meta import is_meta_folder
+from models.mot.network import NEW_ROW_SCALE, AudioLayer, Expert, MoTLlama, attend, before_ffn, feed
 
 COPIED = ("fc1.weight", "fc2.weight", "final_layer_norm.weight", "final_layer_norm.bias")
 CALIBRATION_POSITIONS = 512
@@ -34,10 +37,16 @@ PARTS = {
 PRESETS = {"all": list(PARTS), "proj_only": ["proj", "head"]}
 
 
-def load_llama(path: str, dtype: torch.dtype):
+def load_llama(path: str, dtype: torch.dtype, attn: str = "sdpa", quantization=None):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    llama = load_pretrained(LlamaForCausalLM, LlamaConfig, path, dtype, attn_implementation="sdpa")
+    if is_meta_folder(Path(path)):
+        raise UserError(
+            f"--model {path} is in Meta's own format: convert it once with 'python finetune/infer/llama_convert.py"
+            f" {path} OUT', then use --model OUT."
+        )
+    options = {"attn_implementation": attn} | ({"quantization_config": quantization} if quantization else {})
+    llama = load_pretrained(LlamaForCausalLM, LlamaConfig, path, dtype, **options)
     llama.config.use_cache = False
     return llama.requires_grad_(False)
 
@@ -46,11 +55,10 @@ def load_llama(path: str, dtype: torch.dtype):
 
 
 class Donor:
-    """MusicGen's decoder blocks, read tensor by tensor from a folder or a hub id."""
+    """MusicGen's decoder blocks, read tensor by tensor from a folder or a hub id; with --world only their shapes, from
+    config.json."""
 
     def __init__(self, path: str):
-        from safetensors import SafetensorError, safe_open
-
         self.path = path
         folder = Path(path)
         if not folder.is_dir():
@@ -64,6 +72,8 @@ class Donor:
         config = config.get("decoder", config)
         self.width, self.ffn, self.layers = (config[k] for k in ("hidden_size", "ffn_dim", "num_hidden_layers"))
         self.activation = config.get("activation_function", "gelu")
+        if on_paper():
+            return
         try:
             self.files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
         except SafetensorError as error:
@@ -82,6 +92,8 @@ class Donor:
             "final_layer_norm.weight": (self.width,),
             "final_layer_norm.bias": (self.width,),
         }
+        if on_paper():
+            return {name: torch.empty(shape) for name, shape in shapes.items()}
         block = {}
         for name in COPIED:
             full = f"{self.prefix}{layer}.{name}"
@@ -101,7 +113,8 @@ def _download(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["config.json", "*.safetensors"]))
+        files = ["config.json"] + ([] if on_paper() else ["*.safetensors"])
+        return Path(snapshot_download(path, allow_patterns=files, local_files_only=is_local(path)))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"--musicgen {path} is neither a folder nor a reachable hub id: {reason}") from None
@@ -112,12 +125,24 @@ def layer_map(layers: int, donor_layers: int) -> tuple[int, ...]:
     return tuple(min(donor_layers - 1, int((i + 0.5) * donor_layers / layers)) for i in range(layers))
 
 
-def expert_of(kind: str, gain: str, llama_config, donor: Donor | None) -> Expert:
+def legacy_layer_map(layers: int, donor_layers: int) -> tuple[int, ...]:
+    """The donor layer for each Llama layer as the first MoT trainer chose it: the one with the same number."""
+    if layers > donor_layers:
+        say(
+            f"warning: the first MoT trainer left the experts of layers {donor_layers} to {layers - 1} random and did"
+            f" not save them: they start from MusicGen's last layer, which their projections have never met"
+        )
+    return tuple(min(i, donor_layers - 1) for i in range(layers))
+
+
+def expert_of(kind: str, gain: str, llama_config, donor: Donor | None, legacy: bool = False) -> Expert:
+    """`legacy`: the experts whose projections are in a .pt of the first MoT trainer."""
     if kind == "llama":
         return Expert(kind, llama_config.hidden_size, llama_config.intermediate_size, llama_config.hidden_act)
     if donor is None:
         raise UserError(f"--experts {kind} takes its sizes from a MusicGen checkpoint: name one with --musicgen.")
-    sources = layer_map(llama_config.num_hidden_layers, donor.layers) if kind != "random" else ()
+    spread = legacy_layer_map if legacy else layer_map
+    sources = spread(llama_config.num_hidden_layers, donor.layers) if kind != "random" else ()
     return Expert(kind, donor.width, donor.ffn, donor.activation, gain, sources)
 
 
@@ -141,7 +166,8 @@ def build_mot(llama, layout: Layout, expert: Expert, untie: str, full_vocab: boo
     if copied != expected:
         raise RuntimeError(f"{copied} of {expected} tensors were copied")
     model = MoTLlama(llama, layout, expert, untie, layers, full_vocab)
-    new_rows(model, seed)
+    if not on_paper():
+        new_rows(model, seed)
     for table in (model.audio_embed, model.codebook_embed, model.head):
         table.weight.data = table.weight.data.to(device=_device(llama), dtype=_dtype(llama))
     return shard(model, ds)
@@ -180,7 +206,12 @@ def _copy_module(target: nn.Module, source: nn.Module) -> int:
     targets, sources = dict(target.named_parameters()), dict(source.named_parameters())
     assert targets.keys() == sources.keys(), (targets.keys(), sources.keys())
     for name, parameter in targets.items():
-        parameter.copy_(sources[name])
+        value = sources[name]
+        if not value.is_floating_point():  # 8 or 4 bits, possibly packed: copying the numbers would copy noise
+            from peft.utils.integrations import dequantize_module_weight
+
+            value = dequantize_module_weight(source.get_submodule(name.rpartition(".")[0]))
+        parameter.copy_(value)
     return len(targets)
 
 
@@ -238,22 +269,56 @@ def new_rows(model: MoTLlama, seed: int) -> None:
 
 
 @torch.no_grad()
+def codec_rows(model: MoTLlama, info: dict, seed: int) -> None:
+    """Replaces the embeddings of the codes by the code vectors of the dataset's codec: codes that sound alike start
+    alike. One random orthonormal map to Llama's width keeps their distances; the scale is that of `new_rows`.
+
+    `info`: dataset.json, which names the codec. Its weights are only read; the codec itself is not loaded.
+    """
+    layout = model.layout
+    if layout.ids != "offset":
+        raise UserError("--codec-rows needs --ids offset: with shared ids a code has one embedding for all codebooks.")
+    place, path = info.get("weights"), local_codec(info.get("weights"))
+    if path is None or info.get("weights_sha256") not in (None, hash_weights(path)):
+        raise UserError(f"--codec-rows: the codec of the dataset ({place}) is not on this machine, or has changed.")
+    file = path / "model.safetensors"
+    names = [f"quantizer.layers.{k}.codebook.embed" for k in range(layout.codebooks)]
+    try:
+        with safe_open(file, "pt") as weights:
+            vectors = torch.cat([weights.get_tensor(name).float() for name in names])
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--codec-rows: {file} holds no code vectors of an EnCodec ({error}).") from None
+    if len(vectors) != layout.code_ids:
+        raise UserError(f"--codec-rows: {file} has {len(vectors)} code vectors, not {layout.code_ids}.")
+    with gathered(model.audio_embed, write=True):
+        rows = model.audio_embed.weight[: layout.code_ids]
+        draw = torch.Generator().manual_seed(torch_seed(seed, "codec rows"))
+        width = vectors.shape[1]
+        outward = nn.init.orthogonal_(torch.empty(model.audio_embed.weight.shape[1], width), generator=draw)
+        drawn = vectors @ outward.T
+        with gathered(model.llama.model.embed_tokens):
+            spread = float(model.llama.model.embed_tokens.weight.float().std())
+        rows.copy_(drawn * (NEW_ROW_SCALE * spread / drawn.std()))
+
+
+@torch.no_grad()
 def calibrate(model: MoTLlama, batch: dict, zero: bool) -> None:
     """Sets each gain so that the expert is as loud as the Llama block it replaces, measured on one batch; or to 0."""
     device = _device(model.llama)
     ids, books, mask = (batch[k][:1, :CALIBRATION_POSITIONS].to(device) for k in ("input_ids", "codebooks", "mask"))
     with gathered(model.llama.model.embed_tokens), gathered(model.audio_embed), gathered(model.codebook_embed):
         x, route, causal, rope = model.prepare(ids, books, mask)
-    assert len(route_of(ids, mask, model.layout.vocab).audio)
-    for i, (layer, audio) in enumerate(zip(model.llama.model.layers, model.layers, strict=True)):
+    music = route.order[route.counts[0] :]
+    assert len(music)
+    for layer, audio in zip(model.llama.model.layers, model.layers, strict=True):
         with gathered(layer), gathered(audio, write=True):
-            x = model.attend(i, x, route, causal, rope)
+            x = attend(audio, layer, x, route, causal, rope)
             if hasattr(audio.ffn, "gain"):
-                h = model.before_ffn(i, x, route).flatten(0, 1)[route.audio]
+                h = before_ffn(audio, layer, x, route).flatten(0, 1)[music]
                 audio.ffn.gain.fill_(1.0)
                 llama_rms, expert_rms = (y.float().pow(2).mean().sqrt() for y in (layer.mlp(h), audio.ffn(h)))
                 audio.ffn.gain.fill_(0.0 if zero else float(llama_rms / expert_rms.clamp(min=1e-12)))
-            x = model.feed(i, x, route)
+            x = feed(audio, layer, x, route)
 
 
 def choose_parts(model: MoTLlama, names: list[str]) -> None:

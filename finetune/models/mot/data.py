@@ -3,6 +3,7 @@
 Shapes: B clips, L positions, C codebooks.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,14 @@ import torch
 
 from common import keyed_random
 from common.config import UserError
+from common.holdout import rows_to_use
+from common.hub import is_local
 from common.loss import IGNORE
-from common.runtime import say
+from common.runtime import Process, say
+from common.text_lengths import count_tokens
 from common.tokens import TokenDataset
 from models.mot.layout import Layout, music
+from models.mot.meta import is_tiktoken, read_tiktoken
 
 # Maximum positions per sequence, tokens per caption (with BOS) and codes per clip.
 PROFILES = {
@@ -26,14 +31,16 @@ PROFILES = {
 
 
 class Tokenizer:
-    """Llama-3's fast tokenizer (tokenizer.json) or a SentencePiece model (tokenizer.model); ids without BOS."""
+    """Llama-3's fast tokenizer (tokenizer.json), or tokenizer.model in the format of tiktoken (Meta's Llama 3) or of
+    SentencePiece."""
 
     def __init__(self, path: str):
         folder = Path(path)
         self.source = path
-        if folder.is_dir() and not (folder / "tokenizer.json").is_file():
-            if not (folder / "tokenizer.model").is_file():
-                raise UserError(f"--model {path} has neither tokenizer.json nor tokenizer.model.")
+        only_model = folder.is_dir() and not (folder / "tokenizer.json").is_file()
+        if only_model and not (folder / "tokenizer.model").is_file():
+            raise UserError(f"--model {path} has neither tokenizer.json nor tokenizer.model.")
+        if only_model and not is_tiktoken(folder / "tokenizer.model"):
             from sentencepiece import SentencePieceProcessor
 
             try:
@@ -41,15 +48,14 @@ class Tokenizer:
             except (OSError, RuntimeError) as error:
                 raise UserError(f"--model {path}: tokenizer.model is not a SentencePiece model ({error}).") from None
             self.encode_all, self.bos, self.size = model.encode, model.bos_id(), model.vocab_size()
+            self.identity = lambda: repr(model.serialized_model_proto())
+            self.piece = model.id_to_piece
         else:
-            from transformers import AutoTokenizer
-
-            try:
-                model = AutoTokenizer.from_pretrained(path, local_files_only=folder.is_dir())
-            except (OSError, ValueError) as error:
-                raise UserError(f"--model {path}: no usable tokenizer ({str(error).splitlines()[0]})") from None
+            model = read_tiktoken(folder / "tokenizer.model") if only_model else load_tokenizer(path)
             self.encode_all = lambda texts: model(texts, add_special_tokens=False).input_ids
             self.bos, self.size = model.bos_token_id, len(model)
+            self.piece = lambda number: model.decode([number])
+            self.identity = lambda: model.backend_tokenizer.to_str()  # changes with anything that ids depend on
         if self.bos is None or self.bos < 0:
             raise UserError(f"--model {path}: its tokenizer has no BOS token, with which every sequence begins.")
 
@@ -61,6 +67,15 @@ class Tokenizer:
     def no_text(self) -> np.ndarray:
         """The empty caption, which guidance compares with."""
         return np.array([self.bos], dtype=np.int64)
+
+
+def load_tokenizer(path: str):
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=is_local(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {path}: no usable tokenizer ({str(error).splitlines()[0]})") from None
 
 
 # ---- clips -----------------------------------------------------------------------------------------------------
@@ -85,7 +100,15 @@ def check_coverage(tokens: TokenDataset, min_coverage: float) -> None:
 class Clips:
     """The clips of a token dataset that are trained on (contracts.TrainingSet): which frames, with which caption."""
 
-    def __init__(self, tokens: TokenDataset, layout: Layout, tokenizer: Tokenizer, config, train: bool):
+    def __init__(
+        self,
+        tokens: TokenDataset,
+        layout: Layout,
+        tokenizer: Tokenizer,
+        config,
+        train: bool,
+        process: Process | None = None,
+    ):
         self.tokens, self.layout, self.tokenizer, self.config, self.train = tokens, layout, tokenizer, config, train
         tokens.require(codec="encodec", channels=layout.codebooks, codebook_size=layout.size)
         if tokenizer.size > layout.vocab:
@@ -94,10 +117,20 @@ class Clips:
                 f" {layout.vocab} embeddings: they do not belong together."
             )
         self.limits = limits_of(config)
-        self.kept = tokens.rows_of_split(train)
-        self.texts = tokenizer([tokens.text(i) for i in self.kept])
-        self._check_texts()
-        lengths = np.array([len(text) for text in self.texts], dtype=np.int64)
+        self.kept = rows_to_use(tokens, config, train)
+        self.weights = tokens.weights()  # of the clips' losses; None: all alike
+        if train and self.weights is not None:
+            self.kept = self.kept[self.weights[self.kept] > 0]
+        sizes = count_tokens(
+            lambda part: [len(ids) for ids in tokenizer([tokens.text(self.kept[clip]) for clip in part])],
+            tokens,
+            self.kept,
+            tokenizer.identity,
+            process,
+        )
+        lengths = self.text_room = self._check_texts(sizes[:, 0].astype(np.int64))
+        if train and config.aspect_captions:
+            lengths = self.text_room = np.maximum(lengths, self._aspect_sizes(process))
         room = layout.frames_in(self.limits["max_seq"] - lengths)
         # Music gets the positions that the caption leaves, in whole frames.
         self.window = np.minimum(room, self.limits["max_audio"] // layout.codebooks)
@@ -114,29 +147,53 @@ class Clips:
     def __len__(self) -> int:
         return len(self.kept)
 
-    def _check_texts(self) -> None:
+    @property
+    def heard(self) -> np.ndarray:
+        """Dataset rows whose codes the model gets to see."""
+        return self.kept
+
+    def _check_texts(self, sizes: np.ndarray) -> np.ndarray:
+        """Tokens per caption as it is used; over-long captions are refused, cut, or dropped with their clips."""
         limit, policy = self.limits["max_text"], self.config.over_long_text
-        long = [i for i, text in enumerate(self.texts) if len(text) > limit]
-        empty = [i for i, text in enumerate(self.texts) if len(text) == 1]
-        if empty and self.train and not self.config.allow_empty_text:
+        long, empty = np.flatnonzero(sizes > limit), np.flatnonzero(sizes == 1)
+        if len(empty) and self.train and not self.config.allow_empty_text:
             raise UserError(
                 f"{self.tokens.folder}: clip {self._id(empty[0])!r} has no caption ({len(empty)} in all); add"
                 " captions, or use --allow-empty-text."
             )
-        if not long:
-            return
+        if not len(long):
+            return sizes
         if self.config.profile == "legacy" or policy == "cut":
             say(f"{len(long)} of {len(self)} captions of {self.tokens.folder} are cut to {limit} tokens")
-            self.texts = [text[:limit] for text in self.texts]
-        elif policy == "drop":
+            return np.minimum(sizes, limit)
+        if policy == "drop":
             say(f"warning: {len(long)} clips of {self.tokens.folder} with captions over {limit} tokens are dropped")
-            keep = sorted(set(range(len(self))) - set(long))
-            self.kept, self.texts = self.kept[keep], [self.texts[i] for i in keep]
-        else:
+            self.kept = self.kept[sizes <= limit]
+            return sizes[sizes <= limit]
+        raise UserError(
+            f"{self.tokens.folder}: the caption of clip {self._id(long[0])!r} has {sizes[long[0]]}"
+            f" tokens, over --max-text {limit} ({len(long)} in all): raise it, or use --over-long-text drop or cut."
+        )
+
+    def _aspect_sizes(self, process: Process | None) -> np.ndarray:
+        """Tokens per list of aspects in its own order."""
+        if self.tokens.column("aspects") is None:
             raise UserError(
-                f"{self.tokens.folder}: the caption of clip {self._id(long[0])!r} has {len(self.texts[long[0]])}"
-                f" tokens, over --max-text {limit} ({len(long)} in all): raise it, or use --over-long-text drop or cut."
+                f"--aspect-captions: {self.tokens.folder} has no aspects; encode it again with --format musiccaps,"
+                " from a CSV with the column aspect_list."
             )
+
+        def count(part: range) -> list[int]:
+            return [len(ids) for ids in self.tokenizer([", ".join(self._aspects(clip)) for clip in part])]
+
+        def depends_on() -> str:
+            return f"{self.tokenizer.identity()} aspects"
+
+        sizes = count_tokens(count, self.tokens, self.kept, depends_on, process)
+        return np.minimum(sizes[:, 0].astype(np.int64), self.limits["max_text"])
+
+    def _aspects(self, clip: int) -> list[str]:
+        return json.loads(self.tokens.label("aspects", self.kept[clip]) or "[]")
 
     def _id(self, clip: int) -> str:
         return self.tokens.id(self.kept[clip])
@@ -162,13 +219,26 @@ class Clips:
         total = 0.0
         for clip in clips:
             start, end, final = self.part(clip, epoch)
-            total += float((self.codebook_weights * self.layout.targets(end - start, final)).sum())
+            weight = 1.0 if self.weights is None else self.weights[self.kept[clip]]
+            total += float(weight * (self.codebook_weights * self.layout.targets(end - start, final)).sum())
         return total
+
+    def caption(self, clip: int) -> np.ndarray:
+        """The clip's own caption's ids."""
+        [ids] = self.tokenizer([self.tokens.text(self.kept[clip])])
+        return ids[: self.limits["max_text"]]
 
     def text(self, clip: int, epoch: int) -> np.ndarray:
         """The caption's ids; a keyed fraction of the training samples has no caption."""
-        dropped = keyed_random.uniform(self.config.seed, epoch, self._id(clip), "caption") < self.config.text_dropout
-        return self.tokenizer.no_text if self.train and dropped else self.texts[clip]
+        key = (self.config.seed, epoch, self._id(clip))
+        dropped = keyed_random.uniform(*key, "caption") < self.config.text_dropout
+        if self.train and not dropped and keyed_random.uniform(*key, "aspects") < self.config.aspect_captions:
+            aspects = self._aspects(clip)
+            if aspects:
+                order = keyed_random.generator(*key, "aspect order").permutation(len(aspects))
+                [ids] = self.tokenizer([", ".join(aspects[i] for i in order)])
+                return ids[: self.text_room[clip]]  # another order may take a token more than the listed one
+        return self.tokenizer.no_text if self.train and dropped else self.caption(clip)
 
     def batch(self, clips, epoch: int = 0, texts: list[np.ndarray] | None = None) -> dict:
         """These clips as right-padded tensors; `texts`: captions to use instead of their own."""
@@ -180,13 +250,18 @@ class Clips:
             except UserError as error:
                 raise UserError(f"{self.tokens.folder}: clip {self._id(clip)!r}: {error}") from None
             rows.append((self.text(clip, epoch) if texts is None else texts[number], *sequence))
-        return pad(rows, self.layout) | {"ids": self.ids(clips)}
+        weights = torch.as_tensor(self.codebook_weights, dtype=torch.float32)
+        batch = pad(rows, self.layout) | {"codebook_weights": weights, "ids": self.ids(clips)}
+        if self.weights is not None:  # of all positions (B x L)
+            weights = torch.as_tensor(self.weights[self.kept[np.asarray(clips)]], dtype=torch.float32)
+            batch["position_weights"] = weights.repeat_interleave(batch["mask"].shape[1])
+        return batch
 
 
 def pad(rows: list[tuple], layout: Layout) -> dict:
     """Rows of (text, input ids, codebooks, labels) as one right-padded batch.
 
-    input_ids and codebooks (B, L, channels), labels (B, L, C), mask (B, L).
+    input_ids and codebooks (B, L, channels), labels (B, L, C), mask (B, L), and what `places` tells.
     """
     longest = max(len(text) + len(ids) for text, ids, *_ in rows)
     shape = (len(rows), longest)
@@ -200,4 +275,18 @@ def pad(rows: list[tuple], layout: Layout) -> dict:
         ids[row, first:end], books[row, first:end], labels[row, first:end] = row_ids, row_books, row_labels
         mask[row, :end] = 1
     tensors = {"input_ids": ids, "codebooks": books, "labels": labels, "mask": mask}
-    return {name: torch.from_numpy(value) for name, value in tensors.items()} | {"positions": mask.size}
+    batch = {name: torch.from_numpy(value) for name, value in tensors.items()}
+    return batch | places(ids, mask, labels, layout) | {"positions": mask.size}
+
+
+def places(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray, layout: Layout) -> dict:
+    """Where in the flattened batch text and music are (`order` and `back`, see network.Route), and the labels of each
+    codebook, one codebook after the other. Known here, so that nothing has to ask the GPU for it."""
+    real, is_music = mask.astype(bool), ids[..., 0] >= layout.vocab
+    kinds = [np.flatnonzero(real & ~is_music), np.flatnonzero(real & is_music)]
+    targets = [np.flatnonzero(labels[..., k] != IGNORE) for k in range(layout.codebooks)]
+    order, back = np.concatenate(kinds), np.zeros(mask.size, dtype=np.int64)
+    back[order] = np.arange(len(order))
+    tensors = {"order": order, "back": back, "targets": np.concatenate(targets)}
+    counts = {"kind_counts": list(map(len, kinds)), "target_counts": list(map(len, targets))}
+    return {name: torch.from_numpy(value) for name, value in tensors.items()} | counts

@@ -10,7 +10,7 @@ from common.evaluation import Sums, evaluating, evaluation_rows
 from common.feed import to_device
 from common.runtime import Process
 from models.mot.data import Clips
-from models.mot.network import MoTLlama
+from models.mot.network import MoTLlama, Route
 
 # Text that the original Llama reads when a run starts, and the trained model at each evaluation: no logit may differ.
 TEXT_PROMPTS = (
@@ -47,7 +47,7 @@ def token_metrics(model: MoTLlama, clips: Clips, text_reference: list, process: 
     other_clip = dict(zip(order, np.roll(order, 1), strict=True))  # one cycle: no clip keeps its own caption
     with evaluating(model):
         for rows, counts in evaluation_rows(clips.lengths, clips.config.micro_tokens, process):
-            other_captions = [clips.texts[other_clip[row]] for row in rows]
+            other_captions = [clips.caption(other_clip[row]) for row in rows]
             no_captions = [clips.tokenizer.no_text] * len(rows)
             loss_c, targets_c = _code_losses(model, clips.batch(rows), process)
             loss_other_c, _ = _code_losses(model, clips.batch(rows, texts=other_captions), process)
@@ -77,8 +77,10 @@ def token_metrics(model: MoTLlama, clips: Clips, text_reference: list, process: 
 def _code_losses(model: MoTLlama, batch: dict, process: Process) -> torch.Tensor:
     """Sum of the losses and number of targets per codebook, (2, C)."""
     batch = to_device(batch, process.device)
-    hidden = model(batch["input_ids"], batch["codebooks"], batch["mask"])
-    _, sums_2c = model.head(hidden.flatten(0, 1), batch["labels"].flatten(0, 1))
+    route = Route(batch["order"], batch["kind_counts"], batch["back"])
+    hidden = model(batch["input_ids"], batch["codebooks"], route=route)
+    targets = batch["targets"].split(batch["target_counts"])
+    _, sums_2c = model.head(hidden.flatten(0, 1), batch["labels"].flatten(0, 1), targets)
     return sums_2c
 
 
@@ -119,3 +121,26 @@ def _pairs(code: np.ndarray, size: int) -> np.ndarray:
     """One number per pair of consecutive codes."""
     code = code.astype(np.int64)
     return code[:-1] * size + code[1:]
+
+
+# ---- what an export must compute -------------------------------------------------------------------------------
+
+
+def probe(model: MoTLlama, clips: Clips, device: torch.device) -> tuple[dict, torch.Tensor]:
+    """The shortest clip, and the logits of its positions as computed in training; see probe_outputs."""
+    batch = to_device(clips.batch([int(clips.lengths.argmin())]), device)
+    route = Route(batch["order"], batch["kind_counts"], batch["back"])
+    with evaluating(model):
+        hidden_lh = model(batch["input_ids"], batch["codebooks"], route=route)[0]
+        outputs = _all_logits(model, hidden_lh)
+    return {name: batch[name] for name in ("input_ids", "codebooks", "mask")}, outputs
+
+
+def probe_outputs(model: MoTLlama, inputs: dict) -> torch.Tensor:
+    """Logits of every codebook at every position, (L x C, codes)."""
+    return _all_logits(model, model(inputs["input_ids"], inputs["codebooks"], inputs["mask"])[0])
+
+
+def _all_logits(model: MoTLlama, hidden_lh: torch.Tensor) -> torch.Tensor:
+    codebooks, codes = model.layout.codebooks, model.layout.size
+    return torch.cat([model.head(hidden_lh, codebook=k)[:, :codes] for k in range(codebooks)])

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from common import samples
+from common.attention import sdpa_inside
 from common.evaluation import evaluating
 from common.keyed_random import torch_seed
 from common.loss import IGNORE
@@ -81,7 +82,7 @@ def generate(
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     guided = guidance != 1.0
 
-    with evaluating(model):
+    with evaluating(model), sdpa_inside(model.llama):
         rows = _Rows(model, texts + [no_text] * len(texts) * guided, prefixes * (1 + guided), device)
 
         def choose(k: int, frame: int) -> list[int]:
@@ -178,14 +179,13 @@ def collapse(codes: np.ndarray) -> dict:
 def sample(model: MoTLlama, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list:
     """Generates music for a few evaluation captions, spread over all ranks; returns the decoders it started."""
     config = clips.config
-    chosen = np.unique(np.linspace(0, len(clips) - 1, num=min(config.samples, len(clips)), dtype=int))
-    prompts = [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
+    prompts = samples.choose_prompts(clips)
     cap = config.sample_frames or int(1.25 * clips.frames.max())
     sampling = {"temperature": config.temperature, "top_k": config.top_k, "guidance": config.guidance}
     rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
 
     def generate_share(prompts: list[dict]) -> list:
-        texts = [clips.texts[prompt["index"]] for prompt in prompts]
+        texts = [clips.caption(prompt["index"]) for prompt in prompts]
         seeds = [torch_seed(config.seed, prompt["name"], "sample") for prompt in prompts]
         generated = generate(
             model,
@@ -199,18 +199,15 @@ def sample(model: MoTLlama, clips: Clips, folder: Path, step: int, process: Proc
         )
         results = []
         for prompt, seed, (codes, ended) in zip(prompts, seeds, generated, strict=True):
-            truth = recorded(prompt)
+            truth = clips.tokens.codes(clips.kept[prompt["index"]])
             shared = min(len(codes), len(truth))
             same = float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0
-            facts = {"seconds": len(codes) / rate, "ended_by_eos": ended, "codes_as_recorded": same}
+            facts = {"seconds": len(codes) / rate, "duration_ratio": len(codes) / len(truth), "ended_by_eos": ended}
+            facts["codes_as_recorded"] = same
             facts |= collapse(codes) | {"seed": seed} | sampling
             if len(codes) > 10 and facts["repeats"] > 0.9:
                 print(f"warning: sample {prompt['name']} repeats one frame: the model has collapsed", flush=True)
             results.append((codes, facts))
         return results
 
-    def recorded(prompt: dict) -> np.ndarray:
-        return clips.tokens.codes(clips.kept[prompt["index"]])
-
-    codec = clips.tokens.info["weights"]
-    return samples.make_and_decode(prompts, generate_share, recorded, codec, folder, step, process, all_ranks_must_join)
+    return samples.make_and_decode(clips, prompts, generate_share, folder, step, process, all_ranks_must_join)

@@ -2,7 +2,7 @@
 their own, and all of them share one causal attention.
 
 Llama itself stays the unchanged transformers module `llama`, so "the adapter" is every parameter whose name does not
-begin with `llama.`. Routing is gather -> expert -> scatter. Both experts are called on every rank in every layer, with
+begin with `llama.`. Routing is gather -> expert -> gather. Both experts are called on every rank in every layer, with
 an empty slice if need be: a rank that skipped one would hang ZeRO-3 and corrupt ZeRO-2's buckets. The route is an
 argument, never state of a module: gradient checkpointing must recompute with the route of its own batch.
 
@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from common.loss import IGNORE, rows_loss
+from common.loss import rows_loss
 from models.mot.layout import Layout
 
 NEW_ROW_SCALE = 0.1  # times the standard deviation of Llama's own rows
@@ -37,27 +37,28 @@ NEW_ROW_SCALE = 0.1  # times the standard deviation of Llama's own rows
 
 
 class Route(NamedTuple):
-    """Indices of the text and of the music tokens in the flattened batch. Padding is in neither."""
+    """Text and music tokens of the flattened batch."""
 
-    text: torch.Tensor
-    audio: torch.Tensor
+    order: torch.Tensor  # (N,) their indices: all text, then all music; padding is in neither
+    counts: list[int]  # of text and of music
+    back: torch.Tensor  # (B L,) the place of each position in `order`; 0 for padding, at which nothing real ever looks
 
 
 def route_of(input_ids, mask, vocab: int) -> Route:
     audio = (input_ids[..., 0] >= vocab).flatten()
     real = mask.flatten().bool()
-    return Route((real & ~audio).nonzero().squeeze(1), (real & audio).nonzero().squeeze(1))
+    text, music = (real & ~audio).nonzero().squeeze(1), (real & audio).nonzero().squeeze(1)
+    order = torch.cat([text, music])
+    back = torch.zeros(len(real), dtype=torch.long, device=order.device)
+    back[order] = torch.arange(len(order), device=order.device)
+    return Route(order, [len(text), len(music)], back)
 
 
 def routed(x, route: Route, text, audio):
-    """x (B, L, ...) through `text` or `audio`, whichever each position is; padding becomes 0."""
-    flat = x.flatten(0, 1)
-    text_out = text(flat.index_select(0, route.text))
-    audio_out = audio(flat.index_select(0, route.audio))
-    out = text_out.new_zeros(len(flat), text_out.shape[-1])
-    out.index_copy_(0, route.text, text_out)
-    out.index_copy_(0, route.audio, audio_out)
-    return out.view(*x.shape[:2], -1)
+    """x (B, L, ...) through `text` or `audio`, whichever each position is; padding gets the values of a real one."""
+    text_in, audio_in = x.flatten(0, 1).index_select(0, route.order).split(route.counts)
+    out = torch.cat([text(text_in), audio(audio_in)])
+    return out.index_select(0, route.back).view(*x.shape[:2], -1)
 
 
 # ---- the new modules -------------------------------------------------------------------------------------------
@@ -143,34 +144,82 @@ class AudioHead(nn.Module):
         rows = self.weight[first : first + self.layout.size]
         return torch.cat([rows, self.weight[-1:]]) if codebook == 0 else rows
 
-    def forward(self, hidden_nh, labels_nc=None, weights_c=None, codebook: int | None = None):
+    def forward(
+        self, hidden_nh, labels_nc=None, targets=None, weights_c=None, weights_n=None, codebook: int | None = None
+    ):
         """With `codebook`: its logits; the last one of codebook 0 is A_EOS.
 
         With labels: the weighted loss sum, and per codebook the unweighted sum and the number of targets, (2, C).
-        Weights default to 1.
+        `targets`: for each codebook the positions that have a label. Weights, of codebooks and of
+        positions, default to 1.
         """
         if codebook is not None:
             return F.linear(hidden_nh, self._classes(codebook)).float()
         layout, loss_sum, sums = self.layout, 0.0, []
         if weights_c is None:
             weights_c = torch.ones(layout.codebooks, device=hidden_nh.device)
-        for k in range(layout.codebooks):
-            rows = (labels_nc[:, k] != IGNORE).nonzero().squeeze(1)
-            ids = labels_nc[rows, k]
+        for k, rows in enumerate(targets):
+            ids = labels_nc[:, k].index_select(0, rows)
             if self.text is None:
-                weight = self._classes(k)
-                classes = torch.where(ids == layout.eos, layout.size, ids - layout.first(k))
+                weight, classes = self._classes(k), ids - layout.first(k)
+                if k == 0:
+                    classes = classes.masked_fill(ids == layout.eos, layout.size)
             else:
                 weight, classes = self.weight, ids - layout.vocab
             weights = weights_c[k].expand(len(rows), 1)
-            loss, losses = rows_loss(hidden_nh[rows], weight, classes[:, None], weights, self.text)
+            if weights_n is not None:
+                weights = weights * weights_n.index_select(0, rows)[:, None]
+            hidden = hidden_nh.index_select(0, rows)
+            loss, losses = rows_loss(hidden, weight, classes[:, None], weights, self.text)
             loss_sum = loss_sum + loss
-            sums.append(torch.stack([losses.sum(), torch.full_like(losses.sum(), len(rows))]))
-        return loss_sum, torch.stack(sums, dim=1)
+            sums += [losses.sum(), losses.new_full((), len(rows))]
+        return loss_sum, torch.stack(sums).view(-1, 2).T
 
     def uniform_loss(self) -> float:
         """ln(classes): the loss of a head that has learned nothing yet."""
         return math.log(self.layout.size if self.text is None else self.layout.vocab + self.layout.rows)
+
+
+# ---- one layer -------------------------------------------------------------------------------------------------
+
+
+def attend(audio: AudioLayer, layer, x, route: Route, mask, rope, cache=None):
+    """The attention half of a layer; `layer` is Llama's own."""
+    if audio.input_norm is None:
+        h = layer.input_layernorm(x)
+    else:
+        h = routed(x, route, layer.input_layernorm, audio.input_norm)
+    if audio.attn is None:
+        h, _ = layer.self_attn(h, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
+        return x + h
+    attn, own = layer.self_attn, audio.attn
+    shape = (*h.shape[:2], -1, attn.head_dim)
+    pairs = ((attn.q_proj, own.q_proj), (attn.k_proj, own.k_proj), (attn.v_proj, own.v_proj))
+    q, k, v = (routed(h, route, *pair).view(shape).transpose(1, 2) for pair in pairs)
+    q, k = apply_rotary_pos_emb(q, k, *rope)
+    if cache is not None:
+        k, v = cache.update(k, v, attn.layer_idx)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(attn.config._attn_implementation, eager_attention_forward)
+    h, _ = attention(attn, q, k, v, mask, dropout=0.0, scaling=attn.scaling)
+    return x + routed(h.reshape(*h.shape[:2], -1), route, attn.o_proj, own.o_proj)
+
+
+def before_ffn(audio: AudioLayer, layer, x, route: Route):
+    if audio.post_norm is None:
+        return layer.post_attention_layernorm(x)
+    return routed(x, route, layer.post_attention_layernorm, audio.post_norm)
+
+
+def feed(audio: AudioLayer, layer, x, route: Route):
+    """The feed-forward half of a layer."""
+    return x + routed(before_ffn(audio, layer, x, route), route, layer.mlp, audio.ffn)
+
+
+def run_layer(audio: AudioLayer, layer, x, route: Route, mask, rope, cache=None):
+    return feed(audio, layer, attend(audio, layer, x, route, mask, rope, cache), route)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------
 
 
 class MoTLlama(nn.Module):
@@ -186,6 +235,7 @@ class MoTLlama(nn.Module):
         self.head = AudioHead(layout, hidden, llama.lm_head.weight if full_vocab else None)
         self.layers = nn.ModuleList(layers)
         self.recompute = False  # gradient checkpointing
+        self.run_layer = run_layer  # or its compiled form
 
     def adapter(self) -> dict[str, nn.Parameter]:
         """All parameters that are not Llama's own."""
@@ -203,65 +253,28 @@ class MoTLlama(nn.Module):
         packed = torch.cat([input_ids, codebooks], dim=-1)
         return routed(packed, route, lambda ids: self.llama.model.embed_tokens(ids[:, 0]), audio)
 
-    def attend(self, i: int, x, route: Route, mask, rope, cache=None):
-        """The attention half of a layer."""
-        layer, audio = self.llama.model.layers[i], self.layers[i]
-        if audio.input_norm is None:
-            h = layer.input_layernorm(x)
-        else:
-            h = routed(x, route, layer.input_layernorm, audio.input_norm)
-        if audio.attn is None:
-            h, _ = layer.self_attn(h, position_embeddings=rope, attention_mask=mask, past_key_values=cache)
-            return x + h
-        attn, own = layer.self_attn, audio.attn
-        shape = (*h.shape[:2], -1, attn.head_dim)
-        pairs = ((attn.q_proj, own.q_proj), (attn.k_proj, own.k_proj), (attn.v_proj, own.v_proj))
-        q, k, v = (routed(h, route, *pair).view(shape).transpose(1, 2) for pair in pairs)
-        q, k = apply_rotary_pos_emb(q, k, *rope)
-        if cache is not None:
-            k, v = cache.update(k, v, attn.layer_idx)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(attn.config._attn_implementation, eager_attention_forward)
-        h, _ = attention(attn, q, k, v, mask, dropout=0.0, scaling=attn.scaling)
-        return x + routed(h.reshape(*h.shape[:2], -1), route, attn.o_proj, own.o_proj)
-
-    def before_ffn(self, i: int, x, route: Route):
-        layer, audio = self.llama.model.layers[i], self.layers[i]
-        if audio.post_norm is None:
-            return layer.post_attention_layernorm(x)
-        return routed(x, route, layer.post_attention_layernorm, audio.post_norm)
-
-    def feed(self, i: int, x, route: Route):
-        """The feed-forward half of a layer."""
-        h = self.before_ffn(i, x, route)
-        return x + routed(h, route, self.llama.model.layers[i].mlp, self.layers[i].ffn)
-
-    def block(self, i: int, x, route: Route, mask, rope, cache=None):
-        return self.feed(i, self.attend(i, x, route, mask, rope, cache), route)
-
-    def prepare(self, input_ids, codebooks, mask, positions=None, cache=None):
+    def prepare(self, input_ids, codebooks, mask=None, positions=None, cache=None, route=None):
         """Embedded input, its route, the attention mask and the rotary angles."""
         step = input_ids.shape[1]
-        route = route_of(input_ids, mask[:, -step:], self.layout.vocab)
+        if route is None:
+            route = route_of(input_ids, mask[:, -step:], self.layout.vocab)
         x = self.embed(input_ids, codebooks, route)
         if positions is None:
             positions = torch.arange(step, device=x.device)[None]
-        causal = create_causal_mask(
-            config=self.llama.config,
-            inputs_embeds=x,
-            attention_mask=mask,
-            past_key_values=cache,
-            position_ids=positions,
-        )
+        # Without a cache, clips are padded on the right and no real position ever sees padding. Their mask would make
+        # the host wait for the GPU and keep attention from its fast kernels.
+        causal = create_causal_mask(self.llama.config, x, mask if cache is not None else None, past_key_values=cache)
         return x, route, causal, self.llama.model.rotary_emb(x, position_ids=positions)
 
-    def forward(self, input_ids, codebooks, mask, positions=None, cache=None):
-        """Hidden states (B, L, H) after the last norm. `cache`: for generation only."""
-        x, route, causal, rope = self.prepare(input_ids, codebooks, mask, positions, cache)
-        for i in range(len(self.layers)):
+    def forward(self, input_ids, codebooks, mask=None, positions=None, cache=None, route: Route | None = None):
+        """Hidden states (B, L, H) after the last norm. `cache`: for generation only. A batch of the training set has
+        its `route`; otherwise it is found from the `mask` of real positions."""
+        x, route, causal, rope = self.prepare(input_ids, codebooks, mask, positions, cache, route)
+        for audio, layer in zip(self.layers, self.llama.model.layers, strict=True):
             if self.recompute and self.training:
-                x = checkpoint(self.block, i, x, route, causal, rope, use_reentrant=False)
+                x = checkpoint(self.run_layer, audio, layer, x, route, causal, rope, use_reentrant=False)
             else:
-                x = self.block(i, x, route, causal, rope, cache)
+                x = self.run_layer(audio, layer, x, route, causal, rope, cache)
         return self.llama.model.norm(x)
 
     def text_logits(self, text_ids):

@@ -11,9 +11,10 @@ import torch
 
 from common import runs
 from common.checkpoint import write_json
+from common.codec import FILE, codec_identity, refuse_other_codec
 from common.config import UserError
 from common.engine import full_weights, gathered
-from common.runtime import say
+from common.runtime import Process, on_main, say
 from models.mot.build import load_llama
 from models.mot.layout import Layout
 from models.mot.network import AudioLayer, Expert, MoTLlama
@@ -61,6 +62,7 @@ def write_adapter(final: Path, weights: dict[str, torch.Tensor], description: di
     runs.empty_folder(draft)
     save_file({name: value.contiguous() for name, value in weights.items()}, draft / "adapter_model.safetensors")
     write_json(draft / "adapter_config.json", description)
+    write_json(draft / FILE, codec_identity(description["codec"]))
     runs.replace_folder(draft, final)
 
 
@@ -81,6 +83,14 @@ def describe(model: MoTLlama, base: str, fingerprint: str, tokens: dict, trainin
         "training": training,
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")},
     }
+
+
+def check_codec(tokens, adapter: str, process: Process) -> None:
+    """Refuses codes of another codec than MusicGen's, or than that of the adapter which is trained further."""
+    expected, who = {"name": "encodec", "sample_rate": 32000, "hop": 640}, "Llama MoT"
+    if adapter and not adapter.endswith(".pt"):
+        expected, who = codec_identity(read_description(Path(adapter))["codec"]), f"--adapter {adapter}"
+    on_main(lambda: refuse_other_codec(tokens, expected, who), process)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -151,7 +161,8 @@ LEGACY = {
 def fill_legacy(model: MoTLlama, file: Path) -> None:
     """Copies a .pt of the first MoT trainer into a model: projections and the code rows of its head.
 
-    That trainer never saved the code embeddings, and its experts had no gain.
+    That trainer never saved the code embeddings, nor the random biases of its experts, and its experts had neither
+    LayerNorm nor gain: the result is a starting point, not the same function.
     """
     if model.layout.ids != "shared":
         raise UserError(f"--adapter {file} has shared ids: add --ids shared.")
@@ -179,7 +190,10 @@ def fill_legacy(model: MoTLlama, file: Path) -> None:
             if place.shape != value.shape:
                 raise UserError(f"--adapter {file}: {name} has shape {tuple(value.shape)}, not {tuple(place.shape)}.")
             place.copy_(value)
-    say(f"loaded all {len(items)} tensors from {file}; it holds no code embeddings: those start from random values")
+    say(
+        f"loaded all {len(items)} tensors from {file}; a starting point, not the same model: it holds no code"
+        " embeddings and no expert biases, and its experts had no LayerNorm"
+    )
 
 
 # ---- merged tables ---------------------------------------------------------------------------------------------

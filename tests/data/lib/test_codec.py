@@ -10,6 +10,7 @@ import torch
 from transformers import DacModel, EncodecConfig, EncodecModel, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
 
 from lib.codec import describe, in_chunks, load_codec
+from lib.errors import UserError
 
 
 def noise(samples: int, seed: int = 0) -> torch.Tensor:
@@ -215,6 +216,15 @@ def test_wrong_codec_flag_and_missing_tensors(script, clip, dac, encodec, tmp_pa
     assert code == 2 and "lacks tensors" in err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("change", [{"normalize": True}, {"chunk_length_s": 1.0}, {"audio_channels": 2}])
+def test_an_encodec_whose_codes_need_a_scale_is_refused(encodec, tmp_path, change):
+    config = json.loads((encodec / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((encodec / "model.safetensors").read_bytes())
+    with pytest.raises(UserError, match="use MusicGen's 32 kHz codec"):
+        load_codec(tmp_path)
+
+
 def test_pickle_in_codec_weights_is_not_executed(script, clip, tmp_path):
     clip(tmp_path / "in/a.wav")
     torch.save(Payload(tmp_path / "ran"), tmp_path / "evil.pth")
@@ -231,3 +241,22 @@ class Payload:
 
     def __reduce__(self):
         return (open, (self.path, "w"))
+
+
+def test_a_gpu_encodes_and_decodes_in_fp32_not_in_tf32(encodec, monkeypatch):
+    seen, conv1d = set(), torch.nn.functional.conv1d
+
+    def watched(*args, **kwargs):
+        seen.add(torch.backends.cudnn.allow_tf32)
+        return conv1d(*args, **kwargs)
+
+    codec = load_codec(encodec)
+    monkeypatch.setattr(torch.nn.functional, "conv1d", watched)
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        for default in (True, False):
+            torch.backends.cudnn.allow_tf32 = default
+            codec.decode(codec.encode(noise(6400)))
+            assert seen == {False} and torch.backends.cudnn.allow_tf32 == default
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

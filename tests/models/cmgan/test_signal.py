@@ -50,6 +50,31 @@ def test_every_length_comes_back_whole(length):
     assert back.shape == wave.shape and float((back - wave).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("length", [400, 8000, 8050])
+def test_waves_and_their_gradients_are_those_of_istft(length):
+    draw = torch.Generator().manual_seed(length)
+    spec = signal.spectrum(torch.randn(2, length, generator=draw))
+    spec = (spec + 0.3 * torch.randn(spec.shape, generator=draw)).requires_grad_()
+    power = spec.square().sum(1) ** (1 / 0.3)
+    bins = torch.polar(power.sqrt(), torch.atan2(spec[:, 1], spec[:, 0])).transpose(1, 2)
+    expected = torch.istft(bins, 400, 100, window=torch.hamming_window(400), length=length)
+    weights = torch.randn(2, length, generator=draw)
+    slope = torch.autograd.grad(expected, spec, weights, retain_graph=True)[0]
+    for found in (signal.wave_of(spec, length), signal.istft_without_wait(bins, length)):  # on a CPU, on a GPU
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+        found_slope = torch.autograd.grad(found, spec, weights, retain_graph=True)[0]
+        assert torch.allclose(found_slope, slope, rtol=1e-4, atol=1e-5)
+
+
+def test_silence_is_replaced_by_the_same_hiss_in_every_step():
+    silence, sound = torch.zeros(8000), torch.randn(8000)
+    shown = [signal.normalise(torch.stack([silence, sound]), torch.zeros(2, 8000)).model_input for _ in range(2)]
+    assert torch.equal(shown[0][0], torch.randn(8000, generator=torch.Generator().manual_seed(0)))
+    assert torch.allclose(shown[0][1], sound / sound.square().mean().sqrt(), rtol=1e-5)
+    assert torch.equal(*shown)
+    assert signal._hiss(8000, torch.device("cpu")) is signal._hiss(8000, torch.device("cpu"))  # drawn and copied once
+
+
 def test_losses_are_the_published_formulas_on_the_normalised_pair(pair):
     noisy, clean = pair
     normal = signal.normalise(noisy, clean)

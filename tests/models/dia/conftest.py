@@ -55,10 +55,12 @@ def layout(tiny_dia):
 
 @pytest.fixture
 def make_clips(tmp_path, layout):
-    """make_clips([codes (T, 9), ...], texts, train=True, tag_map={}, info={}, **flags) -> Clips."""
+    """make_clips([codes (T, 9), ...], texts, train=True, tag_map={}, info={}, **flags) -> Clips.
+
+    `columns`: more columns, such as {"speaker": [...]}."""
     made = []
 
-    def make(codes, texts=None, ids=None, train=True, tag_map=None, info=None, layout=layout, **flags):
+    def make(codes, texts=None, ids=None, train=True, tag_map=None, info=None, layout=layout, columns=None, **flags):
         from datasets import Dataset, Features, List, Value
 
         from common.tokens import TokenDataset
@@ -79,7 +81,10 @@ def make_clips(tmp_path, layout):
         }
         folder = tmp_path / f"tokens-{len(made)}"
         made.append(folder)
-        Dataset.from_dict(rows, features=Features(kinds)).save_to_disk(folder)
+        dataset = Dataset.from_dict(rows, features=Features(kinds))
+        for name, values in (columns or {}).items():
+            dataset = dataset.add_column(name, values)
+        dataset.save_to_disk(folder)
         files = [
             {"name": f.name, "bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()}
             for f in sorted(folder.glob("*.arrow"))

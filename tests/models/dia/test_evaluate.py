@@ -1,7 +1,9 @@
 """Loss (of both recipes), evaluation, generation and loading on a tiny Dia."""
 
+import contextlib
 import importlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from models.dia.generate import speak
 from models.dia.layout import text_bytes
 from models.dia.weights import load_dia
 
+RATE = 44100 / 512
 ONE_RANK = Process(0, 1, torch.device("cpu"))
 
 
@@ -91,6 +94,17 @@ def test_a_clip_has_the_same_loss_alone_and_padded_in_company(tiny_dia, make_cli
     assert together == pytest.approx(alone, rel=1e-5)
 
 
+def test_a_clips_weight_multiplies_its_loss(tiny_dia, make_clips, random_codes, compute_loss):
+    model, codes, weights = tiny_dia(), random_codes(12, 5, 30), [2.0, 0.5, 1.25]
+    clips, plain = make_clips(codes, columns={"weight": weights}, eos_weight=3.0), make_clips(codes, eos_weight=3.0)
+    alone = [float(compute_loss(model, plain.batch([i]), plain).loss_sum) for i in range(3)]
+    together = float(compute_loss(model, clips.batch([0, 1, 2]), clips).loss_sum)
+    assert together == pytest.approx(sum(w * loss for w, loss in zip(weights, alone, strict=True)), rel=1e-5)
+    expected = sum(w * plain.target_weight([i]) for i, w in enumerate(weights))
+    assert clips.target_weight([0, 1, 2]) == pytest.approx(expected)
+    assert len(make_clips(codes, columns={"weight": [1.0, 0.0, 1.0]})) == 2
+
+
 # ---- unconditional rows ----------------------------------------------------------------------------------------
 
 
@@ -159,6 +173,22 @@ def test_evaluation_does_not_depend_on_the_batches_and_leaves_the_mode(tiny_dia,
         found.append(token_metrics(model, clips, ONE_RANK))
     one, other = found
     assert one == pytest.approx(other, rel=1e-5, abs=1e-6) and model.training
+
+
+@pytest.mark.parametrize("recipe", ["dia_lora", "dia_full"])
+def test_a_model_that_does_not_stop_has_no_score(recipe, monkeypatch):
+    module, found = importlib.import_module(recipe), {"loss": 2.5, "text_gap": 0.1, "eos_false_alarm": 0.0}
+    clips = SimpleNamespace(config=SimpleNamespace(min_eos_recall=0.5, best_by="loss"))
+    run = SimpleNamespace(process=None, tracker=SimpleNamespace(event=lambda *_, **__: None))
+    ema = SimpleNamespace(applied=contextlib.nullcontext)
+    for recall, score in ((0.5, 2.5), (0.49, None)):
+        monkeypatch.setattr(module, "token_metrics", lambda *_, recall=recall: found | {"eos_recall": recall})
+        assert module.evaluate(None, clips, run, ema, 3) == score
+        spoken = found | {"eos_recall": recall, "wer": 0.25}
+        by_wer = module.score_of(spoken, {}, SimpleNamespace(min_eos_recall=0.5, best_by="wer"))
+        assert by_wer == (score and pytest.approx(0.25, abs=1e-4))
+    clips.config.best_by = "wer"
+    assert module.evaluate(None, clips, run, ema, 3) is None, "it comes with the scores of the samples"
 
 
 # ---- speaking --------------------------------------------------------------------------------------------------
@@ -287,6 +317,19 @@ def test_memorised_clips_are_spoken_exactly_with_their_ends(tiny_dia, make_clips
     for (found, ended), expected in zip(spoken, codes, strict=True):
         assert ended and found.shape == expected.shape, f"stopped at {len(found)}, not {len(expected)}; loss {loss}"
         assert np.array_equal(found, expected)
+
+
+def test_memorised_clips_are_spoken_after_the_recording_that_they_continue(tiny_dia, make_clips, random_codes):
+    """Two speakers say the same text differently: which of them is meant only the recording tells."""
+    codes = random_codes(16, 16, 9, 9)
+    texts, columns = ["[S1] bada.", "[S1] bada.", "[S1] gumi.", "[S1] gumi."], {"speaker": ["a", "b", "a", "b"]}
+    clips = make_clips(codes, texts, columns=columns, voice_prompt=1.0, voice_prompt_seconds=10 / RATE)
+    assert [clips.voice(i, 0) for i in (0, 1)] == [2, 3]
+    model = tiny_dia()
+    memorise(model, clips.batch([0, 1]), clips, 150)
+    for i in (0, 1):
+        [(found, ended)] = speak(model, [clips.text(i, 0)], 30, seed=0, voice=codes[i + 2])
+        assert ended and np.array_equal(found, codes[i])
 
 
 def test_without_the_delayed_tail_in_the_labels_the_ends_are_lost(tiny_dia, make_clips, random_codes):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.loss import IGNORE
-from models.dia.layout import delayed, undelayed
+from models.dia.layout import delayed, labelled_states, undelayed
 
 TEXTS = ["[S1] Hello there. [S2] Grüße, (laughs) 你好 🎧!", "[S1] Yes.", "[S1] A third, longer text."]
 
@@ -44,6 +44,26 @@ def test_ids_mask_and_labels_equal_the_processors(processor, waves, make_clips):
         assert (ours["labels"][row, used:] == IGNORE).all()
 
 
+def test_states_and_gradients_without_a_decoder_mask_equal_the_librarys_with_one(tiny_dia, make_clips, random_codes):
+    """Ragged clips and texts: the longest clip is three times the shortest."""
+    batch = make_clips(random_codes(30, 9, 17), ["[S1] a.", "[S1] a much longer text.", "[S1] bc."]).batch([0, 1, 2])
+    assert not batch["decoder_attention_mask"].all() and not batch["attention_mask"].all()
+    is_target = (batch["labels"] != IGNORE).any(-1)
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+    expected_model, model = tiny_dia(3).train(), tiny_dia(3).train()
+    expected = expected_model.model(**{name: batch[name] for name in names}, use_cache=False)[0][is_target]
+    found, labels = labelled_states(model, batch)
+    assert torch.equal(labels, batch["labels"][is_target])
+    assert torch.allclose(found, expected, atol=1e-6)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    for states in (found, expected):
+        (states * weights).sum().backward()
+    gradients = dict(model.model.named_parameters())
+    for name, theirs in expected_model.model.named_parameters():
+        scale = theirs.grad.abs().max()
+        assert (gradients[name].grad - theirs.grad).abs().max() <= 1e-5 * scale, name
+
+
 def test_one_clip_alone_equals_the_processor_without_any_padding(processor, waves, make_clips):
     for wave, text in zip(waves, TEXTS, strict=True):
         ours = make_clips([encode(processor, wave)], [text]).batch([0])
@@ -56,6 +76,7 @@ def test_one_clip_alone_equals_the_processor_without_any_padding(processor, wave
 def test_the_types_are_those_the_model_takes(make_clips, random_codes):
     batch = make_clips(random_codes(5, 3)).batch([1, 0])
     tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+    assert tensors.pop("channel_weights").dtype == torch.float32
     assert all(t.dtype == torch.int64 and t.is_contiguous() for t in tensors.values())
     assert batch["ids"] == ["clip-1", "clip-0"] and batch["decoder_input_ids"].shape == (2, 21, 9)
 

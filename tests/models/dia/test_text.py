@@ -1,13 +1,15 @@
 """The one way from a text to ids, against DiaTokenizer."""
 
+import functools
 import json
+import re
 import unicodedata
 
 import numpy as np
 import pytest
 
 from common.config import UserError
-from models.dia.layout import augment_tags, read_tag_map, text_bytes
+from models.dia.layout import augment_tags, continue_text, read_tag_map, split_text, text_bytes
 
 TEXTS = [
     "[S1] Hello. [S2] Hi!",
@@ -157,3 +159,28 @@ def test_the_key_alone_decides():
     before = augment_tags(TAGS, 0.3, 0, 0, 1, "x")
     random.seed(4), np.random.seed(4)
     assert augment_tags(TAGS, 0.3, 0, 0, 1, "x") == before
+
+
+# ---- long texts ------------------------------------------------------------------------------------------------
+
+
+def test_a_long_text_is_split_where_it_pauses_and_no_word_is_lost():
+    text = "[S1] One two. Three, four five! Six? [S2] Seven eight nine ten. (laughs) [S1] Eleven; twelve thirteen."
+    for limit in range(16, 120):
+        parts = split_text(text, limit, size)
+        assert all(re.match(r"\[S[12]\] ", part) and size(part) <= limit for part in parts)
+        assert functools.reduce(continue_text, parts).split() == text.split()
+        spoken = [[word for word in part.split() if word[0] != "["] for part in parts]
+        assert sum(spoken, []) == [word for word in text.split() if word[0] != "["]
+    assert split_text(text, 200, size) == [text]
+    assert split_text(text, 40, size) == [
+        "[S1] One two. Three, four five! Six?",
+        "[S2] Seven eight nine ten. (laughs)",
+        "[S1] Eleven; twelve thirteen.",
+    ]
+    assert split_text("[S1] 你好。我是谁？", 13, size) == ["[S1] 你好。", "[S1] 我是谁？"]
+    assert split_text("[S1] ab " + "c" * 30, 12, size) == ["[S1] ab", "[S1] " + "c" * 30], "a long word stays whole"
+
+
+def size(text):
+    return len(text_bytes(text, {}, "text"))

@@ -3,15 +3,22 @@
 import json
 import pickle
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import DiaForConditionalGeneration
 
+import dia_full
+import dia_lora
+from common import lora
 from common.config import UserError
+from common.optim import parameter_groups
 from helpers import support
+from helpers.dia_support import native_of
 from models.dia import weights as dia_weights
 from models.dia.weights import load_dia
 
@@ -99,34 +106,6 @@ def assert_same(found: dict, expected: dict) -> None:
 
 
 # ---- native ----------------------------------------------------------------------------------------------------
-
-
-def native_of(model) -> dict[str, torch.Tensor]:
-    """The native layout, written from its definition: y[outputs...] = sum over inputs of x[inputs...] kernel."""
-    encoder, decoder = model.config.encoder_config, model.config.decoder_config
-    native = {}
-    for name, value in model.state_dict().items():
-        stack = encoder if ".encoder." in name else decoder
-        short = name.removeprefix("model.")
-        if name == "model.decoder.embeddings.embed.weight":
-            for channel, table in enumerate(value.split(decoder.vocab_size)):
-                native[f"decoder.embeddings.{channel}.weight"] = table.clone()
-        elif name == "logits_dense.weight":
-            kernel = value.T.reshape(decoder.hidden_size, decoder.num_channels, decoder.vocab_size)
-            native["decoder.logits_dense.weight"] = kernel
-        elif "gate_up_proj" in name:
-            native[short.replace("gate_up_proj", "wi_fused")] = value.T.reshape(
-                value.shape[1], 2, stack.intermediate_size
-            )
-        elif "down_proj" in name:
-            native[short.replace("down_proj", "wo")] = value.T
-        elif name.endswith("o_proj.weight"):
-            native[short] = value.T.reshape(-1, 16, value.shape[0])  # 16: head_dim of the tiny model, everywhere
-        elif "_proj.weight" in name:
-            native[short] = value.T.reshape(value.shape[1], -1, 16)
-        else:
-            native[short] = value
-    return {name: value.contiguous() for name, value in native.items()}
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -245,3 +224,59 @@ def test_what_cannot_be_averaged_is_refused(mono, tmp_path):
     with pytest.raises(UserError, match="neither a model folder"):
         dia_weights.average([tmp_path], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# ---- learning rates --------------------------------------------------------------------------------------------
+
+
+def test_lower_layers_learn_more_slowly(mono):
+    config = load_dia(mono, torch.float32).config
+    scale = dia_full.lr_scale(config, 0.5)
+    for stack, depth in (
+        ("encoder", config.encoder_config.num_hidden_layers),
+        ("decoder", config.decoder_config.num_hidden_layers),
+    ):
+        rates = [scale(f"model.{stack}.layers.{i}.self_attention.q_proj.weight") for i in range(depth)]
+        assert rates == [0.5 ** (depth - i) for i in range(depth)]
+    assert scale("model.encoder.embedding.weight") == 0.5 ** (config.encoder_config.num_hidden_layers + 1)
+    assert scale("model.decoder.embeddings.embed.weight") == 0.5 ** (config.decoder_config.num_hidden_layers + 1)
+    assert scale("model.decoder.norm.weight") == scale("logits_dense.weight") == 1.0
+
+
+def test_queries_and_keys_may_learn_more_slowly(mono):
+    """By the name of each parameter in the optimizer's groups, of both recipes."""
+    config = dia_lora.Config(model=mono, precision="fp32", channels=18)
+    tuned, whole = dia_lora.build_model(config, ONE_PROCESS, {}), load_dia(mono, torch.float32)
+    for model, scale in ((tuned, dia_lora.lr_scale(0.3)), (whole, dia_full.lr_scale(whole.config, 1.0, 0.3))):
+        rates = {id(p): group["lr_scale"] for group in parameter_groups(model, 0.0, (), scale) for p in group["params"]}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                slow = {"q_proj", "k_proj"} & set(name.split("."))
+                assert rates[id(parameter)] == (0.3 if slow else 1.0), name
+
+
+def test_a_stereo_adapter_loads_with_plain_peft_onto_the_widened_base(mono, tmp_path):
+    config = dia_lora.Config(model=mono, precision="fp32", channels=18)
+    model = dia_lora.build_model(config, ONE_PROCESS, {}).eval()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert sorted(name for name in trained if "lora_" not in name) == [
+        "base_model.model.logits_dense.weight",
+        "base_model.model.model.decoder.embeddings.embed.weight",
+    ]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    lora.write_adapter(model, {name: p.detach() for name, p in trained.items()}, tmp_path / "export", mono, {})
+    base = load_dia(mono, torch.float32)
+    dia_weights.widen(base, ONE_PROCESS)
+    codes = torch.randint(0, 1024, (1, 5, 18), generator=generator)
+    expected, untouched = forward(model, codes), forward(base, codes)
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "export")).eval()
+    assert torch.equal(forward(loaded, codes), expected)
+    assert torch.allclose(forward(loaded.merge_and_unload(), codes), expected, atol=1e-4)
+    assert (untouched - expected).abs().max() > 0.1
+    with pytest.raises(UserError, match="head is trained whole"):
+        dia_lora.build_model(replace(config, lora_groups=["attn", "head"]), ONE_PROCESS, {})
+    with pytest.raises(UserError, match="it takes 9, or 18 for stereo"):
+        dia_lora.build_model(replace(config, channels=12), ONE_PROCESS, {})

@@ -1,6 +1,7 @@
 """The networks of the Diffusion Buffer: sizes and names of the official ones, who sees whom, importing checkpoints."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,7 +9,17 @@ from torch.nn import functional as F
 
 from common.config import UserError
 from models.diffusion_buffer.diagnose import randomised
-from models.diffusion_buffer.network import BlockCausal, NCSNpp, build_network, conv, fir_down, fir_up
+from models.diffusion_buffer.network import (
+    BlockCausal,
+    CumulativeNorm,
+    NCSNpp,
+    Resample,
+    build_network,
+    conv,
+    fir_down,
+    fir_up,
+    norm,
+)
 from models.diffusion_buffer.signal import Spec
 from models.diffusion_buffer.weights import import_lightning, load_network, write_export
 
@@ -58,12 +69,233 @@ def test_resampling_is_the_fir_filter():
         down = F.conv2d(x, kernel, stride=stride, padding=padding, groups=3)
         up = F.conv_transpose2d(x, gain * kernel, stride=stride, padding=padding, groups=3)
         assert torch.allclose(fir_down(x, both), down, atol=1e-6) and torch.allclose(fir_up(x, both), up, atol=1e-6)
+        # as a GPU computes it
+        assert torch.allclose(Resample(False, both).convolve(x), down, atol=1e-6)
+        assert torch.allclose(Resample(True, both).convolve(x), up, atol=1e-6)
 
 
 def test_kernels_lie_as_in_the_official_weights():
     layer, x = conv(3, 5, 3), torch.randn(2, 3, 16, 8)  # (N, C, F, K), as the official network has it
     expected = F.conv2d(x, layer.weight, layer.bias, padding=1)
     assert torch.allclose(layer(x.transpose(2, 3)).transpose(2, 3), expected, atol=1e-6)
+
+
+# ---- the same, straight from the weights -----------------------------------------------------------------------
+# Layouts are the official ones, (N, C, F, K). N sounds, C channels, F bins, K frames.
+
+
+def mattering(network):
+    """The network with weights that all matter: no norm is the identity, nothing starts at zero."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if not parameter.requires_grad:  # the frequencies of the times; smaller ones keep more digits
+                parameter.copy_(noise)
+            elif parameter.dim() == 1 or parameter.shape[0] == 1:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(noise * (0.7 / parameter[0].numel() ** 0.5))
+    return network.eval()
+
+
+def below(weights, prefix):
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def group_norm(w, name, x):
+    channels = x.shape[1]
+    parts = x.unflatten(1, (min(channels // 4, 32), -1))
+    mean, var = parts.mean((2, 3, 4), keepdim=True), parts.var((2, 3, 4), keepdim=True, unbiased=False)
+    x = ((parts - mean) / (var + 1e-6).sqrt()).flatten(1, 2)
+    return x * w[f"{name}.weight"][:, None, None] + w[f"{name}.bias"][:, None, None]
+
+
+def cumulative_norm(w, name, x):
+    """Frame by frame, with the mean and variance of all frames so far."""
+    parts = x.unflatten(1, (min(x.shape[1] // 4, 32), -1))
+    frames = []
+    for k in range(x.shape[-1]):
+        heard = parts[..., : k + 1]
+        mean, var = heard.mean((2, 3, 4), keepdim=True), heard.var((2, 3, 4), keepdim=True, unbiased=False)
+        frames.append(((parts[..., k : k + 1] - mean) / (var + 1e-6).sqrt()).flatten(1, 2))
+    return torch.cat(frames, -1) * w[f"{name}.gain"] + w[f"{name}.bias"]
+
+
+def resampled(x, up, both):
+    line = torch.tensor([1.0, 3.0, 3.0, 1.0]) / 8
+    kernel = torch.outer(line, line) if both else line[:, None]
+    kernel, stride, padding = kernel.expand(x.shape[1], 1, *kernel.shape), (2, 1 + both), (1, int(both))
+    if up:
+        gain = stride[0] * stride[1]
+        return F.conv_transpose2d(x, gain * kernel, stride=stride, padding=padding, groups=x.shape[1])
+    return F.conv2d(x, kernel, stride=stride, padding=padding, groups=x.shape[1])
+
+
+def same_conv(w, name, x):
+    weight = w[f"{name}.weight"]
+    return F.conv2d(x, weight, w[f"{name}.bias"], padding=weight.shape[-1] // 2)
+
+
+def waves_of_time(frequencies, value):
+    angle = 2 * math.pi * value[..., None] * frequencies
+    return torch.cat([torch.sin(angle), torch.cos(angle)], -1)
+
+
+def as_channels(x, y):
+    return torch.stack([x.real, x.imag, y.real, y.imag], 1)
+
+
+def plain_ncsnpp(w, x, y, t, scale):
+    modules = {int(name.split(".")[1]) for name in w if name.startswith("all_modules.")}
+    parts = iter([below(w, f"all_modules.{i}.") for i in sorted(modules)])
+    frequencies, first, second, start = (next(parts) for _ in range(4))
+    time = waves_of_time(frequencies["W"], torch.log(t + 0.01))
+    time = silu(time @ first["weight"].T + first["bias"]) @ second["weight"].T + second["bias"]
+
+    def block(w, x, way=""):
+        h = silu(group_norm(w, "GroupNorm_0", x))
+        if way:
+            h, x = (resampled(side, way == "up", both=True) for side in (h, x))
+        bias = F.conv1d(F.pad(time.transpose(1, 2), (1, 1)), w["Conv_time.weight"], w["Conv_time.bias"])
+        h = same_conv(w, "Conv_0", h) + bias[:, :, None, :: t.shape[1] // x.shape[-1]]
+        h = same_conv(w, "Conv_1", silu(group_norm(w, "GroupNorm_1", h)))
+        return ((same_conv(w, "Conv_2", x) if "Conv_2.weight" in w else x) + h) / math.sqrt(2)
+
+    def attention(w, x):
+        h = group_norm(w, "GroupNorm_0", x).flatten(2).transpose(1, 2)
+        q, k, v = (h @ w[f"NIN_{i}.W"] + w[f"NIN_{i}.b"] for i in range(3))
+        h = (q @ k.transpose(1, 2) / x.shape[1] ** 0.5).softmax(-1) @ v @ w["NIN_3.W"] + w["NIN_3.b"]
+        return (x + h.transpose(1, 2).reshape(x.shape)) / math.sqrt(2)
+
+    small = as_channels(x, y)
+    h = same_conv({f"start.{n}": v for n, v in start.items()}, "start", small)
+    skips = [h]
+    for level in range(4):
+        h = block(next(parts), h)
+        skips.append(h)
+        if level < 3:
+            h, small = block(next(parts), h, "down"), resampled(small, up=False, both=True)
+            h = same_conv(next(parts), "Conv_0", small) + h
+            skips.append(h)
+    h = block(next(parts), h)
+    h = attention(next(parts), h)
+    h = block(next(parts), h)
+    pyramid = 0.0
+    for level in reversed(range(4)):
+        for _ in range(2):
+            h = block(next(parts), torch.cat([h, skips.pop()], 1))
+        grown = silu(group_norm({f"norm.{n}": v for n, v in next(parts).items()}, "norm", h))
+        grown = same_conv({f"conv.{n}": v for n, v in next(parts).items()}, "conv", grown)
+        pyramid = grown + (resampled(pyramid, up=True, both=True) if level < 3 else 0.0)
+        if level:
+            h = block(next(parts), h, "up")
+    assert not skips and next(parts, None) is None
+    out = F.conv2d(pyramid / scale[:, None, None], w["output_layer.weight"], w["output_layer.bias"])
+    return torch.complex(out[:, 0], out[:, 1])
+
+
+def past_conv(w, name, x, stride=1):
+    """One output frame per `stride` frames, counted from the newest; nothing sees a later frame."""
+    weight, bias = w[f"{name}.weight"], w[f"{name}.bias"]
+    high, wide = weight.shape[2:]
+    if high == 3:
+        x = torch.cat([x[:, :, :1], x, x[:, :, -1:]], 2)
+    x = F.pad(x, (wide, 0))
+    ends = range(x.shape[-1], wide, -stride)
+    return torch.cat([F.conv2d(x[..., end - wide : end], weight, bias) for end in reversed(ends)], -1)
+
+
+def past_conv_up(w, name, x, frames, stride=1):
+    """The newest `frames`, of which each coarse frame writes `stride` and what its kernel adds after them."""
+    y = F.conv_transpose2d(x, w[f"{name}.weight"], w[f"{name}.bias"], stride=(1, stride))[:, :, 1:-1]
+    end = x.shape[-1] * stride
+    return y[..., end - frames : end]
+
+
+def plain_block_causal(w, x, y, t, scale, strides):
+    encoding = below(w, "temp_enc.")
+    time = waves_of_time(encoding["W"], t)
+    for i in (1, 2):
+        time = time @ encoding[f"lin_layer{i}.lin_layer.weight"].T + encoding[f"lin_layer{i}.lin_layer.bias"]
+    time = silu(time).transpose(1, 2)
+
+    def block(w, x, stride, way, factor, frames=0):
+        h = silu(cumulative_norm(w, "GroupNorm_0", x))
+        bias = F.conv1d(time, w["Conv_time.weight"], w["Conv_time.bias"], stride=factor, padding=1)[:, :, None]
+        if way:
+            h, x = (resampled(side, way == "up", both=False) for side in (h, x))
+        if way == "up":
+            h = past_conv_up(w, "Conv_0", h, h.shape[-1]) + bias
+            h = past_conv_up(w, "Conv_1", silu(cumulative_norm(w, "GroupNorm_1", h)), frames, stride)
+            return (past_conv_up(w, "Conv_2", x, frames, stride) + h) / math.sqrt(2)
+        h = past_conv(w, "Conv_0", h) + bias
+        h = past_conv(w, "Conv_1", silu(cumulative_norm(w, "GroupNorm_1", h)), stride)
+        return (past_conv(w, "Conv_2", x, stride) + h) / math.sqrt(2)
+
+    h = past_conv(w, "in_layer", as_channels(x, y))
+    skips, factor, lengths = [], 1, []
+    for i, stride in enumerate(strides):
+        lengths.append(h.shape[-1])
+        h = block(below(w, f"down_layers.{i}."), h, stride, "down", factor)
+        factor *= stride
+        skips.append(h)
+    for i in range(2):
+        h = block(below(w, f"bottleneck_layers.{i}."), h, 1, "", factor)
+    for i, stride in enumerate(reversed(strides)):
+        h = torch.cat([h, skips.pop()], 1)
+        h = block(below(w, f"up_layers.{i}."), h, stride, "up", factor, lengths.pop())
+        factor //= stride
+    h = silu(cumulative_norm(w, "out_layers.0", h))
+    h = past_conv(w, "out_layers.3", past_conv(w, "out_layers.2", h)) / scale[:, None, None]
+    return torch.complex(h[:, 0], h[:, 1])
+
+
+def inputs(frames):
+    draw = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(2, 16, frames, dtype=torch.complex64, generator=draw) for _ in range(2))
+    t, scale = torch.rand(2, frames, generator=draw), 0.5 + torch.rand(2, frames, generator=draw)
+    return x, y, t, scale
+
+
+@torch.no_grad()
+def require_equal(network, expected, x, y, t, scale):
+    found = network(x, y, network.embed(t), scale)
+    error, size = float((found - expected).abs().max()), float(expected.abs().max())
+    assert 0.1 < size < 100 and error < 1e-4 * size, (error, size)
+
+
+def test_ncsnpp_equals_the_plain_computation():
+    network = mattering(NCSNpp(8))
+    data = inputs(16)
+    with torch.no_grad():
+        expected = plain_ncsnpp(network.state_dict(), *data)
+    require_equal(network, expected, *data)
+
+
+@pytest.mark.parametrize(("block", "strides", "frames"), [(16, (2, 2, 2, 2), 21), (32, (2, 2, 2, 4), 40)])
+def test_block_causal_equals_the_plain_computation(block, strides, frames):
+    network = mattering(BlockCausal(8, block))
+    data = inputs(frames)
+    with torch.no_grad():
+        expected = plain_block_causal(network.state_dict(), *data, strides)
+    require_equal(network, expected, *data)
+
+
+@pytest.mark.parametrize("level", [1.0, 1e-3])  # a quiet sound, whose variance is that of the norms' epsilon
+def test_norms_hold_their_epsilon_for_quiet_sounds(level):
+    x = level * torch.randn(2, 16, 6, 9, generator=torch.Generator().manual_seed(2))
+    for layer, plain in ((norm(16), group_norm), (CumulativeNorm(16), cumulative_norm)):
+        weights = {f"n.{name}": value for name, value in mattering(layer).state_dict().items()}
+        with torch.no_grad():
+            assert torch.allclose(layer(x), plain(weights, "n", x), atol=1e-4)
+
+
+# ---- who sees whom ---------------------------------------------------------------------------------------------
 
 
 def run(network, x, y, t):
@@ -175,7 +407,7 @@ def test_foreign_checkpoints_are_refused_by_name(tmp_path):
 
 
 def test_an_export_knows_its_settings_and_refuses_others(tmp_path):
-    write_export(tmp_path, NCSNpp(8), SMALL, {"step": 1})
+    write_export(tmp_path / "export", NCSNpp(8), SMALL, {"step": 1})
     network, spec = load_network(str(tmp_path))
     assert spec == SMALL
     other = dataclasses.replace(SMALL, sde_c=0.52, hop=15)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from helpers.higgs_support import make_clips
-from models.higgs.generate import read_stream, speak
+from models.higgs.generate import read_stream, sample_facts, speak
 from models.higgs.layout import delayed
 from models.higgs.weights import load_higgs
 
@@ -54,6 +54,13 @@ def test_too_many_of_them_or_too_few_frames_leave_nothing_to_decode(clips, codes
     for size in (0, 1, 9, 12):
         short = read_stream(delayed(codes[:3], clips.layout)[:size], clips.layout)
         assert short.refused.startswith("empty") and short.codes.shape == (0, 8)
+
+
+def test_a_sample_that_says_nothing_has_not_stopped(clips, codes):
+    """The promotion guard compares stop rates with the base's, which may end its streams at once."""
+    for said, stops in ((codes, True), (codes[:2], False)):
+        spoken = read_stream(delayed(said, clips.layout), clips.layout)
+        assert spoken.ended and sample_facts(spoken, clips, 0)["ended"] is stops
 
 
 def test_greedy_draws_nothing_though_the_folder_asks_for_a_repeat_guard(model, clips):

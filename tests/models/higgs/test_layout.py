@@ -1,5 +1,6 @@
 """The layout of Higgs Audio v2: what the library's own processor builds, what may be labelled, what is refused."""
 
+import copy
 import json
 import shutil
 
@@ -11,8 +12,9 @@ import torch
 from common.config import UserError
 from common.loss import loss_head
 from common.tokens import TokenDataset
-from helpers.higgs_support import make_clips, stats_of, tokenizer_of
+from helpers.higgs_support import WEIGHTS, dialogues, make_clips, stats_of, tokenizer_of, weighted
 from higgs_clone import compute_loss
+from models.higgs.data import VoiceClips
 from models.higgs.layout import (
     build_row,
     check_row,
@@ -88,6 +90,89 @@ def test_a_row_is_the_processors(higgs_demo, clips, processor):
     assert np.array_equal(row.frames, prompt["audio_input_ids"][0].numpy())
 
 
+SPOKEN = "[SPEAKER0] bada gumi, [SPEAKER1] lono"
+
+
+@pytest.fixture(scope="module")
+def dialogue(higgs_demo, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dialogue") / "tokens"
+    rows = [("cleo_002", SPOKEN, "ada_004", "ben_005"), ("dov_003", "", "ada_004", "")]
+    return dialogues(higgs_demo, folder, *rows, ("ada_004", "", "", ""), ("ben_005", "", "", ""))
+
+
+@pytest.mark.parametrize("voices_in", ["turns", "scene"])
+def test_a_dialogue_is_the_processors(higgs_demo, dialogue, processor, voices_in):
+    """Voices in turns with tagged transcripts, as Boson's own script has them, and in the scene, as the library's."""
+    lines = [json.loads(line) for line in (higgs_demo / "audio/train.jsonl").read_text().splitlines()]
+    found = {line["id"]: line for line in lines}
+    waves = {
+        name: soundfile.read(higgs_demo / "audio" / found[name]["target_audio"], dtype="float32")[0]
+        for name in ("cleo_002", "ada_004", "ben_005")
+    }
+    scene = turn("scene", "Audio is recorded from a quiet room.")
+    chat = [turn("system", "Generate audio following instruction."), scene]
+    for number, voice in enumerate(("ada_004", "ben_005")):
+        if voices_in == "turns":
+            chat.append(turn("user", f"[SPEAKER{number}] " + normalise(found[voice]["target_text"])))
+            chat.append(turn("assistant", audio=waves[voice]))
+        else:
+            scene["content"] += [
+                {"type": "text", "text": f"SPEAKER{number}:"},
+                {"type": "audio", "audio": waves[voice]},
+            ]
+    chat.append(turn("user", "[SPEAKER0] bada gumi,\n[SPEAKER1] lono."))
+    options = {"tokenize": True, "return_dict": True}
+    options["processor_kwargs"] = {"sampling_rate": 24000, "return_tensors": "pt"}
+    expected = processor.apply_chat_template([*chat, turn("assistant", audio=waves["cleo_002"])], **options)
+    clips = make_clips(higgs_demo, dialogue, voices_in=voices_in)
+    assert clips.ids([0, 1]) == ["cleo_002", "dov_003"] and len(clips) == 2
+    batch = clips.batch([0])
+    assert torch.equal(batch["input_ids"], expected["input_ids"])
+    assert torch.equal(batch["audio_input_ids"], expected["audio_input_ids"])
+    prompt = processor.apply_chat_template(chat, add_generation_prompt=True, **options)
+    [row] = clips.rows([0], answer=False)
+    assert row.ids.tolist() == prompt["input_ids"][0].tolist()
+    assert np.array_equal(row.frames, prompt["audio_input_ids"][0].numpy())
+    frames = int(clips.tokens.frames[clips.kept[0]])
+    assert (batch["audio_labels"] != -100).sum() == 8 * (frames + 1)  # the target alone
+    assert clips.lengths.tolist() == [len(row.ids) for row in clips.rows([0, 1])]
+
+
+def test_the_template_puts_voices_where_the_published_one_does(higgs_demo):
+    """The published template itself is on the hub; this is what it renders."""
+    scene = Chat(tokenizer_of(higgs_demo), voices_in="scene").prompt("t.", ["a.", "b."], "Quiet.", answer=False)
+    audio = "<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|>"
+    voices = f"Quiet.\n\nSPEAKER0: {audio}\nSPEAKER1: {audio}\n<|scene_desc_end|><|eot_id|>"
+    assert f"<|scene_desc_start|>\n{voices}" in scene and "a." not in scene
+    turns = Chat(tokenizer_of(higgs_demo)).prompt("t.", ["a.", "b."], "Quiet.", answer=False)
+    assert f"[SPEAKER0] a.<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n{audio}<|eot_id|>" in turns
+    assert turns.index("[SPEAKER0] a.") < turns.index("[SPEAKER1] b.") < turns.index("t.<|eot_id|>")
+    assert "SPEAKER" not in Chat(tokenizer_of(higgs_demo)).prompt("t.", "a.", None, answer=False)  # one voice: no tag
+
+
+def test_a_dialogues_other_voices_are_its_own_exchanged(higgs_demo, dialogue):
+    clips = make_clips(higgs_demo, dialogue)
+    assert clips.other_references([0]).tolist() == clips.references[clips.kept[:1], ::-1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "ref", "ref1", "sentence"),
+    [
+        ("[SPEAKER0] a [SPEAKER1] b", "ada_004", "", "has the tag [SPEAKER1], but there is 1 reference"),
+        ("[SPEAKER0] a [SPEAKER2] b", "ada_004", "ben_005", "has the tag [SPEAKER2], but there are 2 references"),
+        ("a b", "ada_004", "ben_005", "has 2 references but no tag"),
+        ("[SPEAKER0] a [SPEAKER1] b", "", "ben_005", "has `ref1` ([SPEAKER1]) but no `ref`"),
+        ("[SPEAKER0] a [SPEAKER1] b", "ada_004", "nobody", "the reference 'nobody' of clip"),
+        ("[SPEAKER0] a [SPEAKER1] b", "ada_004", "cleo_002", "is the clip itself"),
+    ],
+)
+def test_dialogues_whose_voices_do_not_fit_are_refused(higgs_demo, tmp_path, text, ref, ref1, sentence):
+    rows = [("cleo_002", text, ref, ref1), ("ada_004", "", "", ""), ("ben_005", "", "", "")]
+    with pytest.raises(UserError) as error:
+        make_clips(higgs_demo, dialogues(higgs_demo, tmp_path / "tokens", *rows))
+    assert sentence in str(error.value)
+
+
 @pytest.mark.parametrize("frames", [1, 7, 8, 30])
 def test_delay_is_the_processors_and_can_be_undone(layout, processor, frames):
     codes = np.random.default_rng(frames).integers(0, 1024, (frames, 8))
@@ -132,6 +217,27 @@ def test_loss_equals_the_models_own(higgs_demo, model_kind):
     assert clips.target_weight([0, 4, 9]) == pytest.approx(float(expected))
 
 
+def test_targets_are_counted_once_without_reading_a_text_again(higgs_demo, monkeypatch):
+    references = VoiceClips._references
+
+    def some_have_none(self):
+        rows = references(self)
+        rows[::3] = -1
+        return rows
+
+    monkeypatch.setattr(VoiceClips, "_references", some_have_none)
+    flags = {"text_loss": 0.5, "allow_no_ref": True, "over_long": "drop"}
+    longest = int(make_clips(higgs_demo, **flags).lengths.max())
+    clips = make_clips(higgs_demo, **flags, max_positions=longest - 1)
+    assert clips.dropped and (clips.reference[clips.kept] < 0).any()
+    batches = [clips.batch([i]) for i in range(len(clips))]
+    monkeypatch.setattr(Chat, "ids", None)
+    for i, batch in enumerate(batches):
+        text, codes = (int((batch[name][:, 1:] != -100).sum()) for name in ("labels", "audio_labels"))
+        assert clips.target_weight([i]) == codes + 0.5 * text
+    assert clips.target_weight([0, 3, 5]) == sum(clips.target_weight([i]) for i in (0, 3, 5))
+
+
 def test_packed_rows_equal_padded_ones_in_loss_and_gradient(higgs_demo):
     found = []
     for packing in (False, True):
@@ -149,6 +255,23 @@ def test_packed_rows_equal_padded_ones_in_loss_and_gradient(higgs_demo):
     assert all(float((g - packed_gradients[name]).abs().max()) < 1e-5 * scale for name, g in gradients.items())
 
 
+def test_packed_text_labels_are_those_of_the_padded_rows(clips, layout):
+    """Without a reference a row's text targets begin at its first position, which nothing in its own row predicts."""
+    rows = clips.rows([0, 1, 4], references=np.full(3, -1))
+    assert all(row.text_from == 0 for row in rows)
+    found = []
+    for packed in (False, True):
+        labels = collate(rows, layout, packed, text_loss=True)["labels"][:, 1:]  # nothing predicts the first position
+        found.append(labels[labels != -100].tolist())
+    assert found[0] == found[1] and len(found[0]) > 20
+
+
+def test_codebook_weights_have_a_mean_of_one(higgs_demo):
+    weights = make_clips(higgs_demo, codebook_weights="first").codebook_weights
+    assert weights.mean() == pytest.approx(1.0)
+    assert (weights / weights[-1]).round(6).tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_row_without_audio_gives_zero_with_a_gradient(higgs_demo, clips, fused):
     model = load_higgs(str(higgs_demo / "model"), "", torch.float32)
@@ -156,7 +279,7 @@ def test_a_row_without_audio_gives_zero_with_a_gradient(higgs_demo, clips, fused
         model.audio_lm_head = loss_head(model.audio_lm_head)
     [ids] = clips.chat.ids([clips.chat.prompt("bada.", None, None, answer=False)])
     row = build_row("text only", ids, [], clips.layout, answer=False)
-    batch = collate([row], clips.layout)
+    batch = clips.collate([row])
     assert batch["audio_input_ids"].shape == (1, 0, 8) and batch["audio_input_ids_mask"].shape == (1, 0)
     output = compute_loss(model, batch, clips)
     output.loss_sum.backward()
@@ -166,7 +289,9 @@ def test_a_row_without_audio_gives_zero_with_a_gradient(higgs_demo, clips, fused
 
 
 def test_there_is_no_float_feature_in_a_batch(clips):
-    assert {t.dtype for t in clips.batch([0, 1]).values() if torch.is_tensor(t)} == {torch.int64, torch.bool}
+    batch = clips.batch([0, 1])
+    assert batch.pop("codebook_weights").shape == (8,)
+    assert {t.dtype for t in batch.values() if torch.is_tensor(t)} == {torch.int64, torch.bool}
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
@@ -217,10 +342,10 @@ def test_another_reference_changes_the_targets_logits(higgs_demo, clips, layout)
     model = load_higgs(str(higgs_demo / "model"), "", torch.float32).eval()
     other = clips.other_references([0])
     names = clips.tokens.column("speaker").to_pylist()
-    assert names[other[0]] != names[clips.kept[0]]
+    assert names[other[0, 0]] != names[clips.kept[0]]
     with torch.no_grad():
-        right, labels, _ = labelled_states(model, clips.batch([0]), layout)
-        wrong, same, _ = labelled_states(model, clips.batch([0], references=other), layout)
+        right, labels, _ = labelled_states(model, clips.batch([0]))
+        wrong, same, _ = labelled_states(model, clips.batch([0], references=other))
     assert torch.equal(labels, same) and float((right - wrong).abs().max()) > 1e-2
 
 
@@ -271,6 +396,8 @@ def test_the_original_format_is_refused_with_the_way_out(higgs_demo, tmp_path):
         ("so [laugh] there", "so <SE>[Laughter]</SE> there."),
         ("[humming start] la [humming end]", "<SE_s>[Humming]</SE_s> la <SE_e>[Humming]</SE_e>"),
         ("Say: this", "Say: this."),
+        ("[SPEAKER0]hello[SPEAKER1]  hi", "[SPEAKER0] hello\n[SPEAKER1] hi."),
+        ("[SPEAKER0] hello,\nworld!\n\n[SPEAKER1] hi?", "[SPEAKER0] hello, world!\n[SPEAKER1] hi?"),
     ],
 )
 def test_texts_are_normalised_as_the_base_knows_them(text, expected):
@@ -284,6 +411,22 @@ def test_a_text_cannot_end_its_own_turn(higgs_demo):
             chat.text(text, "clip-7")
     with pytest.raises(UserError, match="clip 'clip-7' has no text"):
         chat.text("  ", "clip-7")
+
+
+def test_a_prompt_begins_with_one_bos(higgs_demo):
+    """The template has it; the published tokenizer, unlike the demo's, would add another."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(tokenizer_of(higgs_demo))
+    bos = tokenizer.convert_tokens_to_ids("<|begin_of_text|>")
+    adds_bos = TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)])
+    tokenizer.backend_tokenizer.post_processor = adds_bos
+    assert tokenizer("a").input_ids[0] == bos
+    chat = Chat(tokenizer)
+    prompt = chat.prompt("a b.", "c d.", None, answer=True)
+    [ids] = chat.ids([prompt])
+    assert (ids == bos).sum() == 1 and ids[0] == bos
+    assert ids.tolist() == tokenizer(prompt, add_special_tokens=False).input_ids
 
 
 def test_ids_that_are_none_are_dropped_and_counted(higgs_demo):
@@ -339,3 +482,67 @@ def test_over_long_rows_are_an_error_or_left_out_never_cut(higgs_demo):
     short = make_clips(higgs_demo, max_positions=245, over_long="drop")
     assert 0 < len(short) < 64 and short.dropped == 64 - len(short) and short.lengths.max() <= 245
     assert all((row.labels == 1025).sum() == 8 for row in short.rows(range(len(short))))
+
+
+# ---- weights, crop, dropout ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_weight_multiplies_its_clips_loss(higgs_demo, tmp_path, packing):
+    flags = {"packing": packing, "text_loss": 0.5}
+    clips = make_clips(higgs_demo, weighted(higgs_demo, tmp_path / "tokens"), **flags)
+    plain = make_clips(higgs_demo, **flags)
+    model = load_higgs(str(higgs_demo / "model"), "", torch.float32, text_head=True).eval()
+    chosen = [0, 20, 40, 60, 5]
+    weights = [WEIGHTS[name.split("_")[0]] for name in clips.ids(chosen)]
+    assert len(set(weights)) == 4 and clips.ids(chosen) == plain.ids(chosen)
+    with torch.no_grad():
+        alone = [float(compute_loss(model, plain.batch([i]), plain).loss_sum) for i in chosen]
+        together = float(compute_loss(model, clips.batch(chosen), clips).loss_sum)
+    assert together == pytest.approx(np.dot(weights, alone), rel=1e-5)
+    assert clips.target_weight(chosen) == pytest.approx(np.dot(weights, [plain.target_weight([i]) for i in chosen]))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_refused_and_zero_leaves_a_clip_out(higgs_demo, tmp_path, monkeypatch, weight):
+    monkeypatch.setitem(WEIGHTS, "ben", weight)
+    with pytest.raises(UserError, match="clip 'ben_001' has the weight"):
+        make_clips(higgs_demo, weighted(higgs_demo, tmp_path / "bad"))
+    monkeypatch.setitem(WEIGHTS, "ben", 0.0)
+    folder = weighted(higgs_demo, tmp_path / "zero")
+    assert len(make_clips(higgs_demo, folder)) == 48 and len(make_clips(higgs_demo, folder, train=False)) == 64
+
+
+def test_a_reference_is_cropped_and_dropped_by_clip_and_epoch_alone(higgs_demo):
+    flags = {"reference_crop": 0.4, "reference_dropout": 0.3, "text_loss": 0.5}
+    clips, whole = make_clips(higgs_demo, **flags), make_clips(higgs_demo)
+    everything = list(range(len(clips)))
+    seen, bare = {}, 0
+    for epoch in range(3):
+        for i, row in enumerate(clips.rows(everything, epoch=epoch)):
+            target = int(clips.tokens.frames[clips.kept[i]]) + 9
+            frames = (
+                undelayed(row.frames, clips.layout, len(row.frames) - target - 9) if len(row.frames) > target else None
+            )
+            seen[epoch, i] = None if frames is None else frames.tobytes()
+            bare += frames is None
+            if frames is not None:
+                codes = clips.tokens.codes(clips.reference[clips.kept[i]])
+                starts = [s for s in range(len(codes) - 9) if np.array_equal(codes[s : s + 10], frames)]
+                assert len(frames) == 10 and starts  # 0.4 s of 25 frames per second, as they are in the reference
+            assert clips.positions([i], epoch) == len(row.ids) <= clips.lengths[i] <= whole.lengths[i]
+            assert (frames is None) == (len(row.ids) < clips.lengths[i])
+            batch = clips.collate([row])
+            text, codes = (int((batch[name][:, 1:] != -100).sum()) for name in ("labels", "audio_labels"))
+            assert clips.target_weight([i], epoch) == codes + 0.5 * text
+    assert 0.15 < bare / len(seen) < 0.45
+    changed = [seen[0, i] != seen[1, i] for i in everything]
+    assert np.mean(changed) > 0.8  # a new choice in each epoch
+    again = make_clips(higgs_demo, **flags)  # another process, another order
+    for i, row in zip(everything[::-2], again.rows(everything[::-2], epoch=1), strict=True):
+        [expected] = clips.rows([i], epoch=1)
+        assert np.array_equal(row.frames, expected.frames) and np.array_equal(row.ids, expected.ids)
+    evaluated = make_clips(higgs_demo, train=False, **flags)
+    assert evaluated.lengths.tolist() == make_clips(higgs_demo, train=False).lengths.tolist()
+    # Without an epoch (the dry run) a row is as long as planned.
+    assert clips.lengths.tolist() == [len(row.ids) for row in clips.rows(everything)]

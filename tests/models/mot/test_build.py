@@ -9,9 +9,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from common import lora
 from common.config import UserError
-from helpers.mot_support import batch_of, build, loss_of
-from models.mot.build import PARTS, Donor, calibrate, choose_parts, expert_of, is_copied, layer_map
+from helpers.mot_support import batch_of, build, loss_of, quantised_llama
+from models.mot.build import (
+    PARTS,
+    Donor,
+    calibrate,
+    choose_parts,
+    codec_rows,
+    expert_of,
+    is_copied,
+    layer_map,
+    load_llama,
+)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +143,11 @@ def test_a_deeper_llama_has_no_random_expert(tmp_path):
             if torch.equal(source[f"decoder.model.decoder.layers.{i}.fc1.weight"], own.ffn.fc1.weight)
         ]
         assert len(same) == 1
-        assert torch.equal(source[f"decoder.model.decoder.layers.{same[0]}.final_layer_norm.bias"], own.ffn.norm.bias)
+        # The demo's norm has weights of 1, as every new one has: only these random ones show that they are copied.
+        own_tensors = {"fc2.weight": own.ffn.fc2.weight, "final_layer_norm.weight": own.ffn.norm.weight}
+        own_tensors["final_layer_norm.bias"] = own.ffn.norm.bias
+        for name, value in own_tensors.items():
+            assert torch.equal(source[f"decoder.model.decoder.layers.{same[0]}.{name}"], value), name
         used += same
     assert used == sorted(used) and set(used) == set(range(24)) and tuple(used) == model.expert.layer_map
 
@@ -188,7 +203,81 @@ def test_something_else_is_no_musicgen(demo_mot, tmp_path):
         expert_of("musicgen", "scalar", tiny_llama().config, None)
 
 
+# ---- a Llama in 4 or 8 bits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_quantised_llama_is_the_plain_one_for_text_and_its_experts_are_whole(demo_mot, bits):
+    """Text logits are bit for bit those of transformers and bitsandbytes; experts hold what the packed weights mean."""
+    quantization = lora.quantization_config(bits, torch.float32, keep=["lm_head"])
+    llama = load_llama(str(demo_mot / "llama"), torch.float32, quantization=quantization)
+    model = build(demo_mot, kind="llama", untie="all", llama=llama)
+    assert {p.dtype for p in model.adapter().values()} == {torch.float32}
+    packed = {name: p.clone() for name, p in llama.named_parameters() if not p.is_floating_point()}
+    assert len(packed) == 4 * 7
+    plain, ids = quantised_llama(demo_mot, bits), torch.tensor([[1, 7, 90, 12, 44]])
+    with torch.no_grad():
+        assert torch.equal(model.text_logits(ids), plain(ids).logits)
+    whole = quantised_llama(demo_mot, bits).dequantize()  # plain Linear layers with the values of the packed weights
+    for own, layer in zip(model.layers, whole.model.layers, strict=True):
+        for name, value in own.ffn.named_parameters():
+            assert torch.allclose(value, layer.mlp.get_parameter(name), atol=1e-6), name
+        assert torch.allclose(own.attn.q_proj.weight, layer.self_attn.q_proj.weight, atol=1e-6)
+    # Loss and gradients are those of the model on the whole weights; 8 bits also round the activations.
+    batch, close = batch_of(model, [5, 3]), {"4bit": 1e-5, "8bit": 0.05}[bits]
+    results = []
+    for each in (model, build(demo_mot, kind="llama", untie="all", llama=whole.requires_grad_(False))):
+        loss = loss_of(each, batch)[0]
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in each.adapter().items()}))
+    (loss, grads), (expected, expected_grads) = results
+    assert float(loss) == pytest.approx(float(expected), rel=close)
+    for name, value in expected_grads.items():
+        assert float((grads[name] - value).norm()) <= 2 * close * float(value.norm()), name
+    assert all(torch.equal(p, packed[name]) for name, p in llama.named_parameters() if name in packed)
+
+
 # ---- gains and parts -----------------------------------------------------------------------------------------------
+
+
+# ---- --codec-rows ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_codes_are_as_far_apart_as_the_codecs_vectors(demo_mot):
+    model = build(demo_mot)
+    before = model.audio_embed.weight.detach().clone()
+    info = json.loads((demo_mot / "tokens" / "dataset.json").read_text())
+    codec_rows(model, info, seed=0)
+    codec = load_file(demo_mot / "codec" / "model.safetensors")
+    vectors = torch.cat([codec[f"quantizer.layers.{k}.codebook.embed"] for k in range(4)]).double()
+    rows = model.audio_embed.weight.detach()[: len(vectors)].double()
+    some = torch.arange(0, len(vectors), 37)  # of all codebooks
+    far, near = torch.nn.functional.pdist(rows[some]), torch.nn.functional.pdist(vectors[some])
+    ratio = far / near
+    assert float(ratio.std() / ratio.mean()) < 1e-5
+    spread = float(model.llama.model.embed_tokens.weight.std())
+    assert float(rows.std()) == pytest.approx(0.1 * spread, rel=1e-5)
+    assert torch.equal(model.audio_embed.weight[len(vectors) :], before[len(vectors) :])  # A_BOS and A_EOS
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"weights": "/nowhere"}, "is not on this machine, or has changed"),
+        ({"weights_sha256": "0" * 64}, "is not on this machine, or has changed"),
+        ({"weights": None}, "is not on this machine"),
+    ],
+)
+def test_rows_of_another_or_no_codec_are_refused(demo_mot, change, sentence):
+    info = json.loads((demo_mot / "tokens" / "dataset.json").read_text()) | change
+    with pytest.raises(UserError, match=sentence):
+        codec_rows(build(demo_mot), info, seed=0)
+
+
+def test_a_codec_of_another_kind_has_no_code_vectors(demo_mot, tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="holds no code vectors of an EnCodec"):
+        codec_rows(build(demo_mot), {"weights": str(tmp_path)}, seed=0)
 
 
 @pytest.mark.parametrize("gain", ["scalar", "channel"])

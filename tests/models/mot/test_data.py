@@ -1,12 +1,14 @@
 """models/mot/data.py: tokenizers, budgets, windows, caption dropout, coverage."""
 
 import io
+import json
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from common import text_lengths
 from common.config import UserError
 from common.loss import IGNORE
 from common.tokens import TokenDataset
@@ -23,8 +25,11 @@ class Words:
 
     bos, size, source = 128000, 128256, "words"
     no_text = np.array([128000])
+    identity = staticmethod(lambda: "words")
+    most_at_once = 0
 
     def __call__(self, texts):
+        Words.most_at_once = max(Words.most_at_once, len(texts))
         return [np.array([self.bos, *(1000 + len(word) for word in text.split())]) for text in texts]
 
 
@@ -33,18 +38,27 @@ def make(tmp_path):
     """make(frames, words, ...) -> Clips of so many frames with captions of so many words."""
     made = []
 
-    def call(frames, words, train=True, layout=None, info=None, **flags):
+    def call(frames, words, train=True, layout=None, info=None, columns=None, **flags):
         draw = np.random.default_rng(0)
         clips = [
             {"id": f"clip{i}", "text": "word " * w, "codes": draw.integers(0, 2048, (f, 4))}
             for i, (f, w) in enumerate(zip(frames, words, strict=True))
         ]
-        made.append(support.write_tokens(tmp_path / f"tokens{len(made)}", clips, **ENCODEC | (info or {})))
+        folder = tmp_path / f"tokens{len(made)}"
+        made.append(support.write_tokens(folder, clips, columns=columns, **ENCODEC | (info or {})))
         config = Config(**{"text_dropout": 0.0} | flags)
         layout = layout or Layout(128256, ids=config.ids, order=config.layout)
         return Clips(TokenDataset(str(made[-1])), layout, Words(), config, train)
 
     return call
+
+
+def test_captions_are_never_tokenised_all_at_once(make, monkeypatch):
+    monkeypatch.setattr(Words, "most_at_once", 0)
+    monkeypatch.setattr(text_lengths, "ROWS", 8)
+    clips = make([5] * 30, range(1, 31))
+    assert Words.most_at_once == 8 and not hasattr(clips, "texts")
+    assert clips.lengths.tolist() == [1 + words + clips.layout.positions(5) for words in range(1, 31)]
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------------
@@ -84,7 +98,7 @@ def test_fast_tokenizer_of_llama_3s_kind(tmp_path):
 def test_a_folder_without_tokenizer_or_with_a_broken_one_is_refused(tmp_path):
     with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
         Tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\n")  # what Llama-3's tiktoken file looks like
+    (tmp_path / "tokenizer.model").write_bytes(b"neither that nor tiktoken's\n")
     with pytest.raises(UserError, match="not a SentencePiece model"):
         Tokenizer(str(tmp_path))
 
@@ -169,7 +183,8 @@ def test_over_long_captions(make):
     with pytest.raises(UserError, match="clip 'clip1' has 301 tokens, over --max-text 192"):
         make([5, 5], [3, 300])
     assert len(make([5, 5], [3, 300], over_long_text="drop")) == 1
-    assert [len(text) for text in make([5, 5], [3, 300], over_long_text="cut").texts] == [4, 192]
+    cut = make([5, 5], [3, 300], over_long_text="cut")
+    assert [len(cut.caption(clip)) for clip in (0, 1)] == [4, 192]
 
 
 def test_missing_captions(make):
@@ -191,6 +206,37 @@ def test_text_dropout_is_keyed_per_sample_and_off_for_evaluation(make):
     assert all(len(held_out.text(i, 0)) == 6 for i in range(50))
 
 
+def test_aspects_in_keyed_order_replace_captions_in_training_only(make):
+    """Half of the samples, each order a permutation that depends on epoch and clip alone; lengths hold either text."""
+    aspects = ["a", "bb", "ccc cc", "dddd", "eeeee"]
+    lists = [json.dumps(aspects), None, json.dumps(aspects)] * 20
+    clips = make([5] * 60, [2, 2, 9] * 20, columns={"aspects": lists}, aspect_captions=0.5)
+    caption = {n: [128000, *[1004] * n] for n in (2, 9)}
+    joined = [128000, *(1000 + len(word) for word in ", ".join(aspects).split())]
+    assert clips.lengths[:3].tolist() == [n + clips.layout.positions(5) for n in (len(joined), 3, 10)]
+    orders = Counter()
+    for clip in range(60):
+        for epoch in range(4):
+            ids = clips.text(clip, epoch).tolist()
+            assert ids == clips.text(clip, epoch).tolist()
+            words = 9 if clip % 3 == 2 else 2
+            if ids == caption[words]:
+                orders["caption", clip % 3] += 1
+            else:
+                sizes = sorted(number - 1000 for number in ids[1:])
+                last = ids[-1] - 1000  # the last word has no comma
+                assert len(ids) == len(joined) and sum(sizes) == sum(map(len, "a, bb, ccc cc, dddd, eeeee".split()))
+                orders["aspects", clip % 3, last] += 1
+    assert orders["caption", 1] == 80 and 20 < orders["caption", 0] < 60 and 20 < orders["caption", 2] < 60
+    assert len({last for kind, _, *last in orders if kind == "aspects" for last in last}) == 4
+    held = make([5], [2], train=False, columns={"aspects": [json.dumps(aspects)]}, aspect_captions=1.0)
+    assert held.text(0, 0).tolist() == caption[2] and held.lengths.tolist() == [3 + held.layout.positions(5)]
+    none = make([5], [2], columns={"aspects": [json.dumps(aspects)]}, aspect_captions=1.0, text_dropout=1.0)
+    assert none.text(0, 0).tolist() == [128000]
+    with pytest.raises(UserError, match="--aspect-captions: .* has no aspects"):
+        make([5], [2], aspect_captions=0.1)
+
+
 def test_padding_is_at_the_right_and_masked(make):
     clips = make([3, 9], [2, 7])
     batch = clips.batch([0, 1])
@@ -204,6 +250,15 @@ def test_codebook_weights_are_checked_and_count(make):
     for bad in ([1.0], [1.0, 1.0, 1.0, -1.0], [0.0] * 4):
         with pytest.raises(UserError, match="--codebook-weights takes 4"):
             make([3], [2], codebook_weights=bad)
+
+
+def test_a_clips_weight_counts_and_zero_leaves_it_out(make):
+    plain, clips = make([3, 9, 4], [2, 7, 1]), make([3, 9, 4], [2, 7, 1], columns={"weight": [0.5, 2.0, 0.0]})
+    assert len(clips) == 2 and "position_weights" not in plain.batch([0])
+    expected = 0.5 * plain.target_weight([0]) + 2 * plain.target_weight([1])
+    assert clips.target_weight([0, 1]) == pytest.approx(expected)
+    weights = clips.batch([0, 1])["position_weights"].view(2, -1)
+    assert weights.shape == clips.batch([0, 1])["mask"].shape and weights.unique(dim=1).tolist() == [[0.5], [2.0]]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

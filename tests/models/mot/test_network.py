@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from common.gradient_check import refuse_state
 from common.loss import IGNORE
+from helpers.attention_support import flex_without_compiler, pretend_flash
 from helpers.mot_support import batch_of, build, loss_of, reference_loss, reference_states, text_batch
 from models.mot.build import calibrate, load_llama
-from models.mot.data import pad
+from models.mot.data import pad, places
 from models.mot.layout import music
 
 
@@ -86,6 +87,15 @@ def test_a_text_prefix_in_a_mixed_batch_is_plain_llamas(make, demo_mot):
 # ---- routing -----------------------------------------------------------------------------------------------------
 
 
+def test_code_0_is_music(make):
+    """The first id after Llama's own."""
+    model = make()
+    batch = pad([(np.arange(5, 9), *music(np.zeros((6, 4), dtype=int), model.layout, True))], model.layout)
+    assert (batch["input_ids"] == model.layout.vocab).sum() == 6
+    with torch.no_grad():
+        assert float(loss_of(model, batch)[0]) == pytest.approx(float(reference_loss(model, batch)), rel=1e-6)
+
+
 def gradients(model, total):
     model.zero_grad()
     total.backward()
@@ -151,6 +161,7 @@ def test_gradient_of_the_last_token_reaches_earlier_codes_through_keys_and_value
     model = make(untie=untie)
     batch = batch_of(model, [6])
     batch["labels"][:, :-1] = IGNORE
+    batch |= places(*(batch[name].numpy() for name in ("input_ids", "mask", "labels")), model.layout)
     row = int(batch["input_ids"][0, 9, 0]) - model.layout.vocab  # a code of the first frame
     total, stats = loss_of(model, batch)
     assert int(stats[1].sum()) == 1
@@ -220,6 +231,17 @@ def test_codebook_weights_scale_the_loss_but_not_the_log(make):
     assert float(total) == pytest.approx(float(2 * plain[0, 0] + plain[0, 2] + 0.5 * plain[0, 3]), rel=1e-6)
 
 
+def test_a_clips_weight_multiplies_its_loss(make):
+    model, draw = make(), np.random.default_rng(4)
+    rows = [(draw.integers(5, 150, n), *music(draw.integers(0, 2048, (n, 4)), model.layout, True)) for n in (6, 11)]
+    alone = [float(loss_of(model, pad([row], model.layout), [2.0, 0.5, 1.0, 1.0])[0]) for row in rows]
+    batch = pad(rows, model.layout)
+    weights = torch.tensor([0.25, 3.0]).repeat_interleave(batch["mask"].shape[1])
+    total, stats = loss_of(model, batch | {"position_weights": weights}, [2.0, 0.5, 1.0, 1.0])
+    assert float(total) == pytest.approx(0.25 * alone[0] + 3 * alone[1], rel=1e-5)
+    assert torch.equal(stats, loss_of(model, batch)[1])  # the log is not weighted
+
+
 def test_rotary_frequencies_stay_fp32_in_bf16(demo_mot):
     llama = load_llama(str(demo_mot / "llama"), torch.bfloat16)
     reference = copy.deepcopy(load_llama(str(demo_mot / "llama"), torch.float32).model.rotary_emb.inv_freq)
@@ -228,3 +250,28 @@ def test_rotary_frequencies_stay_fp32_in_bf16(demo_mot):
     # "llama3" scaling is in: without it the slow frequencies would be 32 times faster.
     plain = 1 / 500000 ** (torch.arange(0, 16, 2) / 16)
     assert torch.allclose(reference[:3], plain[:3]) and float(plain[-1] / reference[-1]) == pytest.approx(32)
+
+
+# ---- other attention kernels -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("untie", ["ffn", "all"])
+def test_flash_and_flex_attention_give_the_same(make, untie, monkeypatch):
+    pretend_flash(monkeypatch)
+    flex_without_compiler(monkeypatch)
+    model = make("musicgen", untie)
+    batch = batch_of(model, [20, 9])
+
+    def gradients():
+        model.zero_grad()
+        loss_of(model, batch)[0].backward()
+        return {name: p.grad.clone() for name, p in model.adapter().items() if p.grad is not None}
+
+    expected, (total, _) = gradients(), loss_of(model, batch)
+    model.llama.config._attn_implementation = "flash_attention_2"
+    assert float(loss_of(model, batch)[0]) == pytest.approx(float(total), rel=1e-6)
+    for name, found in gradients().items():
+        assert float((found - expected[name]).norm()) <= 1e-5 * float(expected[name].norm()), name
+    model.llama.config._attn_implementation = "flex_attention"
+    with torch.no_grad():
+        assert float(loss_of(model, batch)[0]) == pytest.approx(float(total), rel=1e-6)

@@ -2,16 +2,19 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import soundfile
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
+import llama_mot
 from common.config import UserError
-from helpers.mot_support import batch_of, build, loss_of
-from models.mot.build import calibrate, load_llama
+from helpers.mot_support import DS, SMALL, assets, batch_of, build, loss_of
+from models.mot.build import calibrate, legacy_layer_map, load_llama
 from models.mot.weights import base_fingerprint, describe, fill_legacy, load_adapter, merge_tables, write_adapter
 
 TOKENS = {"codec": "encodec", "weights_sha256": None, "sample_rate": 32000, "hop": 640}
@@ -38,7 +41,9 @@ def exported(demo_mot, tmp_path_factory):
 def test_every_kind_of_expert_reloads_into_a_fresh_llama(demo_mot, tmp_path, kind):
     model = build(demo_mot, kind, untie="ffn+norm").eval()
     folder = save(model, tmp_path / "export", demo_mot)
-    assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors", "codec.json"
+    ]  # fmt: skip
     loaded, _ = load_adapter(folder, None, torch.float32)
     batch = batch_of(model, [6, 3])
     with torch.no_grad():
@@ -108,6 +113,9 @@ def test_something_else_is_no_adapter(tmp_path):
 # ---- checkpoints of the first trainer ------------------------------------------------------------------------------
 
 
+PROJECTIONS = ("down_proj", "up_proj")
+
+
 def legacy_file(folder, **more):
     draw = torch.Generator().manual_seed(5)
     state = {"output.weight": torch.randn(256 + 2048, 64, generator=draw)}
@@ -133,6 +141,36 @@ def test_legacy_checkpoint_fills_projections_and_code_rows(demo_mot, tmp_path, c
         assert torch.equal(own.ffn.proj_in.weight, state[where + "down_proj.weight"])
         assert torch.equal(own.ffn.proj_out.weight, state[where + "up_proj.weight"])
         assert torch.equal(own.ffn.fc1.weight, before[f"layers.{i}.ffn.fc1.weight"])
+
+
+def test_legacy_projections_meet_the_experts_they_were_trained_with(demo_mot, tmp_path):
+    """Llama layer i with MusicGen's layer i, and gains that fit the loaded projections."""
+    from transformers import MusicgenForConditionalGeneration
+
+    file, state = legacy_file(tmp_path)
+    legacy = {"adapter": str(file), "ids": "shared", "profile": "legacy", "untie": "ffn", "deepspeed": False}
+    config = llama_mot.Config(**{**SMALL, **assets(demo_mot), **legacy})
+    model = llama_mot.build_model(config, DS)
+    batch = batch_of(model, [9])
+    llama_mot.init_adapter(model, config, SimpleNamespace(batch=lambda rows: batch))
+    blocks = MusicgenForConditionalGeneration.from_pretrained(str(demo_mot / "musicgen")).decoder.model.decoder.layers
+    x, gains = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)), []
+    with torch.no_grad():
+        for i, (own, block) in enumerate(zip(model.layers, blocks, strict=False)):
+            down, up = (state[f"layers.{i}.feed_forward.local_experts.1.{name}.weight"] for name in PROJECTIONS)
+            expected = block.fc2(F.gelu(block.fc1(block.final_layer_norm(x @ down.T)))) @ up.T
+            assert torch.allclose(own.ffn(x), own.ffn.gain * expected, rtol=1e-4, atol=1e-5)
+            gains.append(float(own.ffn.gain))
+        calibrate(model, batch, zero=False)
+    assert gains == pytest.approx([own.ffn.gain.item() for own in model.layers])
+    save(model, tmp_path / "export", demo_mot)
+    assert load_adapter(tmp_path / "export", None, torch.float32)[0].expert.layer_map == (0, 1, 2, 3)
+
+
+def test_legacy_experts_beyond_musicgens_layers_are_named(capsys):
+    assert legacy_layer_map(4, 6) == (0, 1, 2, 3) and capsys.readouterr().out == ""
+    assert legacy_layer_map(32, 24) == (*range(24), *[23] * 8)
+    assert "left the experts of layers 24 to 31 random" in capsys.readouterr().out
 
 
 def test_legacy_checkpoints_that_do_not_fit_are_refused(demo_mot, tmp_path):
@@ -210,6 +248,7 @@ def test_mistakes_are_one_sentence_and_write_no_sound(command, exported, demo_mo
     play = ["--caption", "x", "--wav", tmp_path / "x.wav", "--seconds", "0.1"]
     for words, sentence in (
         (["--adapter", exported[1], "--caption", "x"], "give --caption and --wav"),
+        (["--adapter", exported[1], "--caption", "x", "--wav", tmp_path / "no" / "x.wav"], "no does not exist"),
         (["--adapter", exported[1], *play, "--continue", tmp_path / "bad.npy"], "code 2048 is outside 0..2047"),
         (["--adapter", without, *play], "never saw music without a caption"),
         (["--adapter", exported[1], *play, "--codec", demo_mot / "llama"], "could not decode"),

@@ -1,0 +1,143 @@
+"""Export a checkpoint of any run, finished or not, exactly as the run itself would have; needs no GPU and no ranks.
+
+    python finetune/infer/convert.py --run runs/my-voice                              the best, to runs/my-voice/export
+    python finetune/infer/convert.py --run runs/my-voice --step 400 --out voice-400   another one, to another folder
+
+./launch.sh convert does the same; ./launch.sh convert native, stereo and average (dia_convert.py) make Dia models from
+other formats.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
+
+from common.config import EXIT_USER_ERROR, UserError
+from common.runtime import forbid_codec_imports
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--run", type=Path, required=True, help="run folder of any recipe")
+    parser.add_argument(
+        "--step",
+        default="best",
+        help="which checkpoint: a step, last, or best by the recipe's score (default: %(default)s; the last if no"
+        " evaluation gave a score)",
+    )
+    parser.add_argument("--out", type=Path, help="folder to write (default: RUN/export)")
+    return parser.parse_args()
+
+
+def convert(args) -> None:
+    from infer.dispatch import read_recipe
+
+    name, out = read_recipe(str(args.run)), args.out or args.run / "export"
+    if out.exists():
+        raise UserError(f"{out} exists already: name another folder with --out.")
+    entry = choose(args.run, args.step)
+    import torch
+
+    from common import checkpoint, engine
+    from common.artifacts import build_config
+    from common.runs import chosen_facts
+    from common.runtime import Process
+    from common.single_process import PlainEngine
+
+    recipe, record = importlib.import_module(name), json.loads((args.run / "config.json").read_text(encoding="utf-8"))
+    config, process = build_config(recipe.Config, record["config"]), Process(0, 1, torch.device("cpu"))
+    print(f"exporting step {entry['step']} of {args.run}", flush=True)
+    facts = chosen_facts(entry["step"], entry["score"], config)
+    if args.step != "best":
+        facts["why"] = f"asked for with --step {args.step}"
+    path = args.run / "checkpoints" / entry["name"]
+    networks, more = rebuild(recipe, config, record, process)
+    for tag, network in networks.items():
+        averaged = bool(config.ema) and tag != "d"  # CMGAN's discriminator has no average
+        fill(network, checkpoint.masters(path, tag, averaged), path)
+    engines = {tag: PlainEngine(engine.LossModule(network, None), None, config) for tag, network in networks.items()}
+    first = next(iter(engines.values()))
+    recipe.export(
+        first if len(engines) == 1 else engines,
+        engine.Ema(first, 0.0),
+        config,
+        out,
+        checkpoint=facts,
+        process=process,
+        **more,
+    )
+    print(f"export in {out}")
+
+
+def choose(run: Path, step: str) -> dict:
+    """The entry of index.json that --step means."""
+    from common.checkpoint import read_index
+
+    entries = read_index(run / "checkpoints")
+    if not entries:
+        raise UserError(f"{run} holds no checkpoints.")
+    if step == "last":
+        return entries[-1]
+    scored = [entry for entry in entries if entry["score"] is not None and math.isfinite(entry["score"])]
+    if step == "best":
+        return min(scored, key=lambda entry: entry["score"]) if scored else entries[-1]
+    for entry in entries:
+        if str(entry["step"]) == step:
+            return entry
+    listed = ", ".join(str(entry["step"]) for entry in entries)
+    raise UserError(f"--step {step}: {run} holds no such checkpoint; write best, last or one of {listed}.")
+
+
+def rebuild(recipe, config, record: dict, process) -> tuple[dict, dict]:
+    """The networks as the recipe builds them, by the names of their parts of a checkpoint, and what else its `export`
+    needs. Whole and in one process, whatever the run's ZeRO stage."""
+    from common.checkpoint import TAG
+    from common.single_process import DS
+
+    if recipe.__name__ in ("dia_lora", "dia_full"):
+        tag_map = record["identity"]["fingerprint"]["tag_map"]
+        return {TAG: recipe.build_model(config, DS, tag_map)}, {"tag_map": tag_map, "codec": record.get("codec") or {}}
+    if recipe.__name__ == "llama_mot":  # parts that are not trained are not in the checkpoint: they are made again
+        model = recipe.build_model(config, DS)
+        clips = recipe.build_data(config.data, model, recipe.Tokenizer(config.model), config, process, train=True)
+        recipe.init_adapter(model, config, clips)
+        return {TAG: model}, {"clips": clips}
+    if recipe.__name__ == "diffusion_buffer":
+        spec = recipe.spec_of(config)
+        return {TAG: recipe.build_model(config, DS, spec)}, {"spec": spec}
+    if recipe.__name__ == "cmgan":
+        return dict(zip("gd", recipe.build_model(config, DS), strict=True)), {}
+    return {TAG: recipe.build_model(config, DS)}, {"codec": record.get("codec") or {}}
+
+
+def fill(network, weights: dict, path: Path) -> None:
+    """Puts a checkpoint's weights and buffers into a network. Trained weights become fp32, even in a bf16 model."""
+    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    places = trained | dict(network.named_buffers())
+    wrong = sorted(set(trained) - set(weights)) + sorted(set(weights) - set(places))
+    wrong = wrong or [name for name in weights if weights[name].shape != places[name].shape]
+    if wrong:
+        raise UserError(
+            f"checkpoint {path} does not fit the model of its run: {len(wrong)} weights, such as {wrong[0]}."
+        )
+    for name, value in weights.items():
+        places[name].data = value if name in trained else value.to(places[name].dtype)
+
+
+def main() -> None:
+    forbid_codec_imports()
+    try:
+        convert(parse_args())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

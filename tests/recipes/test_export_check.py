@@ -1,0 +1,200 @@
+"""A fresh process loads every export: its outputs must be the training engine's, or the run ends with an error."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import dia_full
+import dia_lora
+from common import export_check
+from common.config import UserError
+from common.ds_config import resolve_ds
+from common.metrics import Tracker
+from common.runtime import Process, init_process
+from helpers import dia_support, export_support, higgs_support, mot_support, support
+from helpers.cmgan_support import SMALL as CMGAN
+from helpers.rank_server import Runs
+from infer import check_export
+
+REQUIRE_SAME = export_check.require_same  # conftest.py replaces it for other tests
+KEEPS_PROBE = "helpers.export_support:keeps_probe"
+BROKEN_LORA = ("drop_adapter", "rename_adapter", "wrong_alpha")
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
+    monkeypatch.setattr(export_check, "require_same", REQUIRE_SAME)
+
+
+def train(recipe, demo, out: Path, **changes):
+    assets = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
+    flags = {"steps": 3, "accumulation": 1, "ema": 0.5, "lr": 3e-3} | changes
+    config = recipe.Config(**{**dia_support.SMALL, **assets, **flags, "out": str(out)})
+    with export_support.keeps_probe(recipe, None):
+        recipe.train(config, init_process(), resolve_ds(config.ds, config, 1))
+
+
+def verdict(run: Path) -> dict:
+    return next(record for record in support.metrics(run) if record.get("event") == "export_check")
+
+
+def problem_of(run: Path, scratch: Path, damage: str) -> str | None:
+    """What the check says about a copy of the run's export with this damage."""
+    copy = scratch / damage
+    shutil.copytree(run / "export", copy)
+    getattr(export_support, damage)(copy)
+    return check_export.check(copy, run / "probe.safetensors")["problem"]
+
+
+# ---- one rank, in this process ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lora_run(demo, tmp_path_factory):
+    """A dia_lora run with --ema that passed."""
+    run = tmp_path_factory.mktemp("lora") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_check, "require_same", REQUIRE_SAME)
+        train(dia_lora, demo, run)
+    return run
+
+
+def test_an_adapter_computes_what_the_engine_does_and_the_base_does_not(lora_run):
+    facts = verdict(lora_run)
+    assert facts["passed"] and facts["tolerance"] == pytest.approx(1e-3 * facts["size"])
+    assert facts["base"] > 10 * facts["tolerance"]
+    measured = check_export.check(lora_run / "export", lora_run / "probe.safetensors")
+    assert measured["problem"] is None and set(measured["differences"]) == {"adapter", "merged"}
+    assert max(measured["differences"].values()) < 1e-5
+    assert not list(lora_run.glob(".export-check*"))
+
+
+@pytest.mark.parametrize("damage", BROKEN_LORA)
+def test_a_damaged_adapter_is_noticed(lora_run, tmp_path, damage):
+    problem = problem_of(lora_run, tmp_path, damage)
+    assert "the outputs of its adapter differ from the engine's by" in problem
+    assert problem.endswith("and are those of the base") == (damage != "wrong_alpha")
+
+
+def test_a_wrong_export_ends_the_run_and_keeps_its_checkpoint(lora_run, demo, tmp_path, monkeypatch):
+    """The same run again has nothing left to train: it exports, and this time the adapter gets lost."""
+    run, own = tmp_path / "run", dia_lora.export
+    shutil.copytree(lora_run, run)
+
+    def broken_export(*arguments):
+        own(*arguments)
+        export_support.drop_adapter(run / "export")
+
+    monkeypatch.setattr(dia_lora, "export", broken_export)
+    with pytest.raises(
+        UserError, match="the export is not what was trained: the outputs of its adapter differ"
+    ) as error:
+        train(dia_lora, demo, run)
+    assert str(run / "export-refused") in str(error.value) and "checkpoints are intact" in str(error.value)
+    assert not (run / "export").exists() and (run / "export-refused" / "adapter_config.json").is_file()
+    assert (run / "checkpoints" / "step-00000003" / "manifest.json").is_file()
+    assert [record["passed"] for record in support.metrics(run) if record.get("event") == "export_check"][-1] is False
+
+
+def test_an_export_that_cannot_be_loaded_is_refused_with_the_reason(tmp_path, monkeypatch):
+    class Run:
+        folder, config = tmp_path, dia_lora.Config()
+        tracker = Tracker(tmp_path, Process(0, 1, torch.device("cpu")), config, 3)
+
+    (tmp_path / "export").mkdir()
+    (tmp_path / "broken.py").write_text("raise ValueError('header too small')")
+    monkeypatch.setattr(export_check, "SCRIPT", tmp_path / "broken.py")
+    with pytest.raises(
+        UserError, match="not what was trained: it cannot be loaded: ValueError: header too small; it is"
+    ):
+        export_check._compare(Run, {}, torch.zeros(1), 0, lambda: None)
+    assert not (tmp_path / "export").exists() and (tmp_path / "export-refused").is_dir()
+
+
+def test_too_little_memory_or_a_flag_skips_the_check(monkeypatch, tmp_path, capsys):
+    class Run:
+        folder, config = tmp_path, dia_lora.Config(export_check=False)
+
+    REQUIRE_SAME(Run, None, None, None, None)  # nothing is computed
+    monkeypatch.setattr(export_check, "free_memory", lambda: 3 * 2**30)
+    export_check._compare(Run, {}, None, 2**30, None)
+    assert "warning: the export is not checked: that takes 3.3 GB of free memory" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", ["return_base", "wrong_rope", "noisy_weights"])
+def test_a_damaged_model_folder_is_noticed(full_run, tmp_path, damage):
+    problem = problem_of(full_run, tmp_path, damage)
+    assert "the outputs of its model differ from the engine's by" in problem
+    assert problem.endswith("and are those of the base") == (damage == "return_base")
+
+
+@pytest.fixture(scope="module")
+def full_run(demo, tmp_path_factory):
+    """A dia_full run that passed."""
+    run = tmp_path_factory.mktemp("full") / "run"
+    flags = {name: value for name, value in dia_support.SMALL.items() if not name.startswith("lora")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_check, "require_same", REQUIRE_SAME)
+        patch.setattr(dia_support, "SMALL", flags)
+        train(dia_full, demo, run)
+    return run
+
+
+# ---- two ranks, all recipes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(demo, higgs_demo, demo_mot, pairs, two_ranks, tmp_path_factory):
+    """runs(recipe-name): a two-rank run that passed."""
+    folder = tmp_path_factory.mktemp("runs")
+    few = {"steps": 4, "export_check": True, "lr": 3e-3}
+    zero2, zero3 = "ds_configs/zero2.json", "ds_configs/zero3.json"
+    higgs = {**higgs_support.SMALL, **higgs_support.assets(higgs_demo)}
+    mot = {**mot_support.SMALL, **mot_support.assets(demo_mot)}
+    dia = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
+    enhance = {"data": str(pairs), "ds": zero2, "ema": 0.9}
+    buffer = {"width": 8, "frames": 16, "buffer": 4, "micro_batch": 2, "precision": "fp32", "samples": 0}
+    configs = {
+        "dia_lora": {"bf16": {**dia_support.SMALL, **dia, "ds": zero3, "ema": 0.5, "precision": "bf16"}},
+        "higgs_clone": {
+            "lora": {**higgs, "ds": zero2, "io": "train"},
+            "full": {**higgs, "ds": zero3, "preset": "audio_path+attn", "ema": 0.5},
+        },
+        "llama_mot": {"zero3": {**mot, "ds": zero3, "ema": 0.5}},
+        "diffusion_buffer": {"zero2": {**enhance, **buffer, "best_by": "si_sdr"}},
+        "cmgan": {"zero2": {**CMGAN, **enhance}},
+    }
+    trained = {
+        recipe: Runs(
+            two_ranks, recipe, folder, {f"{recipe}-{n}": c | few for n, c in named.items()}, around=KEEPS_PROBE
+        )
+        for recipe, named in configs.items()
+    }
+    return lambda name: trained[name.partition("-")[0]] / name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "damages"),
+    [
+        ("dia_lora-bf16", BROKEN_LORA),
+        ("higgs_clone-lora", ("drop_adapter", "wrong_alpha")),
+        ("higgs_clone-full", ("return_base", "wrong_rope")),
+        ("llama_mot-zero3", ("noisy_weights",)),
+        ("diffusion_buffer-zero2", ("noisy_weights",)),
+        ("cmgan-zero2", ("noisy_weights",)),
+    ],
+)
+def test_every_recipe_passes_and_notices_damage(runs, name, damages, tmp_path):
+    run = runs(name)
+    facts = verdict(run)
+    assert facts["passed"] and facts["tolerance"] < 0.1 * facts["size"]
+    if "bf16" not in name:
+        assert facts["tolerance"] == pytest.approx(1e-3 * facts["size"])
+    for damage in damages:
+        assert "differ from the engine's by" in (problem_of(run, tmp_path, damage) or "no problem"), damage
+    printed = (run / "printed.log").read_text()
+    assert "the export computes what was trained: outputs of" in printed

@@ -1,0 +1,60 @@
+"""The losses of both enhancers, forward and backward, on a device that is not there: nothing is left on the CPU, the
+host never waits, and few kernels are launched. Launches do not depend on the width of a network."""
+
+import pytest
+import torch
+
+import cmgan
+import diffusion_buffer
+from helpers import cmgan_support, diffusion_buffer_support, fake_device
+
+
+def count(model, batch, loss) -> fake_device.Counts:
+    return fake_device.run(loss, model, batch)
+
+
+def test_cmgan_generator():
+    counts = count(*cmgan_support.generator_step(gradient_checkpointing=False))
+    assert not counts.syncs and 1000 < counts.launches <= 1500
+
+
+def test_cmgan_generator_with_gradient_checkpointing():
+    counts = count(*cmgan_support.generator_step(seconds=0.5))
+    assert not counts.syncs
+
+
+def test_cmgan_discriminator():
+    counts = count(*cmgan_support.discriminator_step())
+    assert not counts.syncs and 300 < counts.launches <= 700
+
+
+@pytest.mark.parametrize(
+    "network, launches, flags",
+    [
+        ("ncsnpp", 1050, {}),
+        ("block_causal", 1700, {"phase": "middle"}),
+        ("ncsnpp", 1050, {"loss": "dsm"}),
+        ("ncsnpp", 1600, {"level": "track", "context_noise": 1.0, "context_own": 1.0}),
+    ],
+)
+def test_diffusion_buffer(network, launches, flags):
+    counts = count(*diffusion_buffer_support.training_step(network, **flags))
+    assert not counts.syncs and launches / 2 < counts.launches <= launches
+
+
+@pytest.mark.parametrize("recipe", [cmgan, diffusion_buffer])
+def test_matrix_products_use_tf32_only_when_asked(recipe, monkeypatch):
+    class Started(Exception):
+        pass
+
+    def build_model(*_):
+        raise Started
+
+    monkeypatch.setattr(recipe, "build_model", build_model)
+    try:
+        for flags, expected in (({}, "highest"), ({"tf32": True}, "high")):
+            with pytest.raises(Started):
+                recipe.train(recipe.Config(data="pairs", **flags), None, {}, None)
+            assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")

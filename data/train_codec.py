@@ -305,7 +305,7 @@ def evaluate(model, waves: list, rate: int, quantized: bool) -> dict[str, float]
                 latents = model.quantizer(latents)[0]
             guess = model.decoder(latents)[0, 0]
             length = min(len(guess), len(wave))
-            scores.append(stoi(wave[:length].numpy(), guess[:length].numpy(), rate))
+            scores.append(float(stoi(wave[:length].numpy(), guess[:length].numpy(), rate)))
             distances.append(float(mel_distance(guess[None, :length], wave[None, :length], filters)))
     return {"stoi": round(sum(scores) / len(scores), 3), "mel": round(sum(distances) / len(distances), 4)}
 

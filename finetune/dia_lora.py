@@ -309,10 +309,15 @@ def train(config: Config, process: Process, ds: dict):
     fingerprint = clips.fingerprint() | {"tag_map": tag_map, "optimizer": optim.describe_optimizer(optimizer)}
     run = runs.Run("dia_lora", config, ds, process, fingerprint, steps, codec)
     scores = SampleScores(run, eval_clips, ("original", "recorded"), score_of, decide=config.best_by != "loss")
+    decoders = []
     if run.checkpoint:
         run.load(ds_engine, ema)
     else:
         evaluate(model, eval_clips, run, ema, step=0)  # what training has to improve on
+        if eval_clips and config.samples:
+            decoders += sample(model, eval_clips, run.folder, 0, process, stage_of(ds) == 3)
+            run.tracker.event("sample", 0)
+            scores.expect(0, evaluated=True)
     gradient_check = GradientCheck(active=not run.checkpoint)
     if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
         run.stop(run.start_step)
@@ -324,7 +329,7 @@ def train(config: Config, process: Process, ds: dict):
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
-    decoders, norm_groups = [], {name: pattern for name, (pattern, _) in lora_groups(base_model(model).config).items()}
+    norm_groups = {name: pattern for name, (pattern, _) in lora_groups(base_model(model).config).items()}
     model.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step ------------------------------------------------------------------------------

@@ -375,6 +375,7 @@ def train(config: Config, process: Process, ds: dict):
     run = runs.Run("llama_mot", config, ds, process, fingerprint, steps, codec)
     scores = SampleScores(run, eval_clips, (), score_of, decide=config.best_by != "loss")
     text_reference = llama_text_logits(model, eval_clips, process.device) if eval_clips else []
+    decoders = []
     if run.checkpoint:
         run.load(ds_engine, ema)
     else:
@@ -383,6 +384,10 @@ def train(config: Config, process: Process, ds: dict):
             run.tracker.event("baselines", 0, **losses)
             say("evaluation loss of trivial models:", ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
         evaluate(model, eval_clips, text_reference, run, ema, step=0)  # what training has to improve on
+        if eval_clips and config.samples:
+            decoders += sample(model, eval_clips, run.folder, 0, process, stage_of(ds) == 3)
+            run.tracker.event("sample", 0)
+            scores.expect(0, evaluated=True)
     gradient_check = GradientCheck(active=not run.checkpoint)
     if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
         run.stop(run.start_step)
@@ -394,7 +399,6 @@ def train(config: Config, process: Process, ds: dict):
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
-    decoders = []
     model.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step ------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class SampleScores:
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
         def lower() -> None:
-            os.nice(19)
+            os.nice(10)
             if prctl:
                 prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: it ends with the run, however that ends
 

@@ -204,9 +204,11 @@ def test_a_mono_checkpoint_trained_on_stereo_is_a_stereo_model_that_speaks_with_
     config = json.loads((runs / "stereo" / "export" / "config.json").read_text())
     assert config["decoder_config"]["num_channels"] == 18 and len(config["delay_pattern"]) == 18
     assert DiaForConditionalGeneration.from_pretrained(runs / "stereo" / "export").num_channels == 18
-    (wav,) = (runs / "stereo" / "samples").glob("step-*/*.wav")
-    audio, _ = soundfile.read(wav)
-    assert audio.ndim == 2 and audio.shape[1] == 2 and len(audio) > 0
+    wavs = sorted((runs / "stereo" / "samples").glob("step-*/*.wav"))
+    assert len(wavs) == 2 and wavs[0].parent.name == "step-00000000"  # before and after training
+    for wav in wavs:
+        audio, _ = soundfile.read(wav)
+        assert audio.ndim == 2 and audio.shape[1] == 2 and len(audio) > 0
     assert "stereo: 9 channels widened to 18" in (runs / "stereo" / "printed.log").read_text()
 
 

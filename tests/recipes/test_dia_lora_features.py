@@ -23,7 +23,8 @@ from common.tokens import TokenDataset
 from helpers import support
 from helpers.dia_support import SMALL
 from models.dia.data import Clips
-from models.dia.layout import labelled_states, layout_of
+from models.dia.generate import speak
+from models.dia.layout import labelled_states, layout_of, text_bytes
 from models.dia.weights import load_dia
 
 
@@ -272,8 +273,10 @@ def first_seed_without_text(demo) -> int:
 
 @pytest.mark.long
 def test_samples_are_spoken_decoded_and_reported(trained, demo):
-    _, run = trained(eval_data=str(demo / "tokens/eval"), samples=2, sample_every=2, sample_frames=30)
-    for step in ("step-00000002", "step-00000003", "recorded"):
+    _, run = trained(
+        eval_data=str(demo / "tokens/eval"), samples=2, sample_every=2, sample_frames=30, sample_greedy=True
+    )
+    for step in ("step-00000000", "step-00000002", "step-00000003", "recorded"):
         files = sorted((run / "samples" / step).glob("*.npy"))
         assert len(files) == 2
         for file in files:
@@ -282,6 +285,10 @@ def test_samples_are_spoken_decoded_and_reported(trained, demo):
                 audio, rate = soundfile.read(file.with_suffix(".wav"))
                 assert rate == 44100 and len(audio) == len(codes) * 512
                 assert file.with_suffix(".png").stat().st_size > 1000
+    # Step 0 is what the base says, without any adapter.
+    base, text = load_dia(str(demo / "dia"), torch.float32), TokenDataset(str(demo / "tokens/eval")).text(0)
+    [(codes, _)] = speak(base, [text_bytes(text, {}, "eval")], max_frames=30, seed=0)
+    assert np.array_equal(np.load(run / "samples" / "step-00000000" / "clip-0000.npy"), codes)
     facts = json.loads((run / "samples" / "step-00000003" / "clip-0000.json").read_text())
     assert facts["text"] == TokenDataset(str(demo / "tokens/eval")).text(0)
     assert {"seconds", "seconds_per_byte", "ended_by_eos", "repeats"} <= set(facts)

@@ -105,8 +105,8 @@ def watch(args: argparse.Namespace) -> None:
         raise UserError("watch: give a run folder, as in ./launch.sh watch runs/my-voice")
     read_recipe(str(run))
     server = make_server(run, args.port)
-    print(f"http://127.0.0.1:{server.server_port}/ shows {run} while it trains; Ctrl-C ends this", flush=True)
     try:
+        print(f"http://127.0.0.1:{server.server_port}/ shows {run} while it trains; Ctrl-C ends this", flush=True)
         server.serve_forever()
     except KeyboardInterrupt:
         print()

@@ -166,7 +166,11 @@
       figure.add_tools(zoom);
       figure.toolbar.active_drag = zoom;
     }
-    figure.x_range.change.connect(() => setWindow([figure.x_range.start, figure.x_range.end]));
+    const asDrawn = window.join();
+    figure.x_range.change.connect(() => {
+      const { start, end } = figure.x_range;
+      if (`${start},${end}` !== asDrawn || state.window) setWindow([start, end]);  // also called when nothing changed
+    });
     panel.figure = figure;
     const place = make("div");
     panel.plot.replaceChildren(place);
@@ -230,6 +234,7 @@
 
   const layOut = (charts) => {
     whenSeen.disconnect();
+    for (const { view } of panels.values()) view?.remove();
     panels.clear();
     for (const section of document.querySelectorAll("[data-group]")) {
       const mine = charts.filter((chart) => chart.group === section.dataset.group).map(newPanel);

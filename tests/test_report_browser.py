@@ -157,6 +157,14 @@ def test_dragging_zooms_all_curves_and_log_scale_applies_to_losses(page, driver)
     assert browser.complaints(driver) == []
 
 
+def test_the_readmes_picture_is_small_and_shows_page_and_samples(driver, run, tmp_path):
+    from PIL import Image
+
+    browser.take_picture(run, tmp_path / "report.png", driver)
+    for file in (tmp_path / "report.png", support.ROOT / "docs" / "report.png"):
+        assert file.stat().st_size < 200_000 and Image.open(file).width == 1280 and Image.open(file).height > 1000
+
+
 def test_two_runs_are_compared_on_one_page(page, driver, run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))

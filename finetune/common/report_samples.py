@@ -41,7 +41,10 @@ def sample_cards(run: Path, shown_step: int | None) -> tuple[list[dict], int]:
         # All pictures of a card share their axes, so that lengths and levels can be compared.
         longest = max((sound["seconds"] for sound in audible), default=0.0)
         loudest = max((sound["peak"] for sound in audible), default=0.0)
-        sounds = {folder: _version(folder, versions[name][folder], sounds[folder], longest, loudest) for folder in mine}
+        noisy = versions[name].get("noisy")
+        sounds = {
+            folder: _version(folder, versions[name][folder], noisy, sounds[folder], longest, loudest) for folder in mine
+        }
         text = next((facts["text"] for facts in versions[name].values() if facts.get("text")), name)
         cards.append(
             {
@@ -98,10 +101,10 @@ def _label(folder: str) -> tuple[str, str]:
     return ("base, before training", "base") if step == 0 else (f"tuned, step {step:,}", "tuned")
 
 
-def _version(folder: str, facts: dict, sound: dict | None, longest: float, loudest: float) -> dict:
+def _version(folder: str, facts: dict, noisy: dict | None, sound: dict | None, longest: float, loudest: float) -> dict:
     label, kind = _label(folder)
     # The clean recording is measured against itself, which tells nothing.
-    words = [] if folder == "clean" else facts_in_words(facts)
+    words = [] if folder == "clean" else facts_in_words(facts, noisy if _step(folder) is not None else None)
     version = {"label": label, "kind": kind, "facts": words, "heard": None}
     if sound:
         if "seconds" not in facts:

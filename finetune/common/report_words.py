@@ -96,11 +96,23 @@ def plural(count: int, noun: str) -> str:
 
 # Not shown: what a listener has no use for, or what stands elsewhere on the card.
 HIDDEN = {"name", "text", "index", "seconds_per_byte", "recorded_seconds_per_byte", "longest_silence"}
+HIDDEN |= {"seed", "distinct_codes"}
 
 
-def facts_in_words(facts: dict) -> list[str]:
-    """Short phrases about a sample from the .json file next to it."""
-    return [phrase for name, value in facts.items() if name not in HIDDEN and (phrase := _phrase(name, value, facts))]
+def facts_in_words(facts: dict, noisy: dict | None = None) -> list[str]:
+    """Short phrases about a sample from the .json file next to it, with the change against the `noisy` input."""
+    phrases = [
+        phrase + _change(name, value, (noisy or {}).get(name))
+        for name, value in facts.items()
+        if name not in HIDDEN and (phrase := _phrase(name, value, facts))
+    ]
+    return [*phrases, "in brackets: against the noisy input"] if noisy else phrases
+
+
+def _change(name: str, value, before) -> str:
+    if name not in MEASURES or not MEASURES[name].better or not isinstance(before, (int, float)):
+        return ""
+    return f" ({value - before:+.3g})"
 
 
 def _phrase(name: str, value, facts: dict) -> str:

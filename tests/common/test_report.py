@@ -327,7 +327,8 @@ def test_noisy_enhanced_and_clean_stand_side_by_side(run):
         add_sample(folder, stage, "file-0000", text="p232", pesq=pesq)
     page = page_of(folder)
     assert stages(page) == ["noisy input", "tuned, step 4", "clean recording"]
-    assert "PESQ 2.5" in page.words and "PESQ 1.25" in page.words and "4.64" not in page.words
+    assert "PESQ 2.5 (+1.25) · in brackets: against the noisy input" in page.words
+    assert "PESQ 1.25" in page.words and "4.64" not in page.words
 
 
 def test_the_exported_step_is_the_tuned_one_and_few_others_are_on_the_page(run):

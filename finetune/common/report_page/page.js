@@ -47,7 +47,8 @@
 
   const colourOf = (chart, series, index) => {
     if (series.run !== undefined) return css(`--c${series.run % 8}`);
-    if (series.kind === "level") return css("--dim");
+    const levels = chart.series.filter(({ kind }) => kind === "level").length;
+    if (series.kind === "level" && levels === 1) return css("--dim");
     const many = chart.series.length;
     if (many <= 8) return css(`--c${index}`);
     return `hsl(${250 - 235 * index / (many - 1)} 70% ${dark.matches ? 65 : 45}%)`;  // codebooks: in order, blue to red

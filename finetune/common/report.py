@@ -73,7 +73,7 @@ def report_page(run: Path, live: bool = False) -> str:
         live,
         title=f"{facts['recipe']}: {facts['name']}",
         runs=[facts],
-        warnings=warnings_of(facts),
+        warnings=warnings_of(facts, live),
         earlier_warnings=alarms_of(facts)[1],
         tiles=tiles_of(facts),
         table=evaluation_table(facts),
@@ -226,9 +226,10 @@ def status_of(facts: dict, metrics: Path) -> dict:
         f"{last:,} of {planned:,} steps" if planned and planned != last else plural(last, "step"),
         f"{duration(seconds)} of training" if seconds else "",
         plural(facts["config"]["ranks"], "rank") if facts["config"].get("ranks") else "",
+        (f"last record {written}" if written else "no records yet") if kind == "open" else "",
         f"step {facts['checkpoint']['step']:,} exported" if "step" in facts["checkpoint"] else "",
     ]
-    return {"kind": kind, "word": word, "written": written, "parts": [part for part in parts if part]}
+    return {"kind": kind, "word": word, "parts": [part for part in parts if part]}
 
 
 def tiles_of(facts: dict) -> list[dict]:
@@ -324,7 +325,7 @@ def evaluation_table(facts: dict) -> dict | None:
     ]
     if evals[0]["step"] == 0 and len(evals) > 1:
         cells = [
-            f"{evals[-1][name] - evals[0][name]:+.4g}" if name in evals[-1] and name in evals[0] else ""
+            f"{evals[-1][name] - evals[0][name]:+.4g}" if all(_is_number(evals[i].get(name)) for i in (0, -1)) else ""
             for name in names
         ]
         rows.append({"head": "last - base", "cells": cells, "shown": False})
@@ -336,18 +337,18 @@ def evaluation_table(facts: dict) -> dict | None:
 
 
 def _cells(record: dict, names: list[str]) -> list[str]:
-    return [f"{record[name]:.4g}" if name in record else "" for name in names]
+    return [f"{record[name]:.4g}" if isinstance(record.get(name), (int, float)) else "" for name in names]
 
 
 # ---- warnings, and what was left out -----------------------------------------------------------------------------
 
 
-def warnings_of(facts: dict) -> list[str]:
+def warnings_of(facts: dict, live: bool = False) -> list[str]:
+    """`live`: the run is being watched, so it is no surprise that it has not finished."""
     texts = []
     status, skips = facts["status"], events(facts, "skip")
-    if status["kind"] == "open":
-        last = f"the last record is from {status['written']}" if status["written"] else "there are no records yet"
-        texts.append(f"The run has not finished: {last}. The same command with the same --out continues it.")
+    if status["kind"] == "open" and not live:
+        texts.append("The run has not finished: the same command with the same --out continues it.")
     elif status["kind"] == "stopped":
         texts.append("The run was stopped by a signal, with everything saved: the same command continues it.")
     if skips:

@@ -95,7 +95,7 @@ def test_a_run_without_steps_evaluations_or_samples_has_a_report(run):
     assert "The run has not finished" in page.sections["warnings"]
     folder = run([])
     (folder / "metrics.jsonl").unlink()  # it has just begun
-    assert "there are no records yet" in page_of(folder).sections["warnings"]
+    assert "no records yet" in page_of(folder).sections["top"]
 
 
 def test_headline_numbers_are_those_of_the_export_and_their_change(run):
@@ -258,7 +258,9 @@ def test_the_state_of_a_run_is_said(run):
     stopped = page_of(run([STEP | {"step": 2}, {"event": "preempted", "step": 2}], config={"steps": 8}))
     assert "2 of 8 steps" in stopped.sections["top"] and "stopped by a signal" in stopped.sections["warnings"]
     resumed = [{"event": "preempted", "step": 2}, {"event": "resume", "step": 2}, STEP | {"step": 3}]
-    assert "has not finished: the last record is from 20" in page_of(run(resumed)).sections["warnings"]
+    page = page_of(run(resumed))
+    assert "The run has not finished" in page.sections["warnings"] and "last record 20" in page.sections["top"]
+    assert "The run has not finished" not in report_page(run(resumed), live=True)  # someone watches it
 
 
 def test_warnings_come_first_and_old_alarms_are_folded_away(run):

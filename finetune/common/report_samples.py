@@ -36,15 +36,11 @@ def sample_cards(run: Path, shown_step: int | None) -> tuple[list[dict], int]:
         others = [folder for folder in after if folder != tuned]
         kept = [others[i] for i in np.unique(np.linspace(0, len(others) - 1, EARLIER, dtype=int))] if others else []
         mine = [folder for folder in versions[name] if folder in {*places, *kept}]
-        sounds = {folder: load_sound(run / "samples" / folder / f"{name}.wav") for folder in mine}
-        audible = [sound for sound in sounds.values() if sound]
-        # All pictures of a card share their axes, so that lengths and levels can be compared.
-        longest = max((sound["seconds"] for sound in audible), default=0.0)
-        loudest = max((sound["peak"] for sound in audible), default=0.0)
         noisy = versions[name].get("noisy")
         sounds = {
-            folder: _version(folder, versions[name][folder], noisy, sounds[folder], longest, loudest) for folder in mine
+            folder: _version(run / "samples" / folder / f"{name}.wav", versions[name][folder], noisy) for folder in mine
         }
+        share_axes(list(sounds.values()))
         text = next((facts["text"] for facts in versions[name].values() if facts.get("text")), name)
         cards.append(
             {
@@ -71,7 +67,18 @@ def compared_cards(runs: dict[str, tuple[Path, int | None]]) -> list[dict]:
                     target["sounds"].append(sound | {"label": f"{label}, {sound['label'].removeprefix('tuned, ')}"})
                 elif sound["label"] not in [other["label"] for other in target["sounds"]]:
                     target["sounds"].append(sound)
+    for card in merged.values():
+        share_axes(card["sounds"])
     return list(merged.values())[:CARDS]
+
+
+def share_axes(versions: list[dict]) -> None:
+    """Gives the pictures of a card one scale of time and of level, so that both can be compared."""
+    sounds = [version["heard"] for version in versions if version["heard"]]
+    longest = max((sound["seconds"] for sound in sounds), default=0.0)
+    loudest = max((sound["peak"] for sound in sounds), default=0.0)
+    for sound in sounds:
+        sound |= {"width": round(100 * sound["seconds"] / longest, 2), "height": round(max(loudest, 0.02), 4)}
 
 
 def _versions(folder: Path) -> dict[str, dict[str, dict]]:
@@ -101,17 +108,15 @@ def _label(folder: str) -> tuple[str, str]:
     return ("base, before training", "base") if step == 0 else (f"tuned, step {step:,}", "tuned")
 
 
-def _version(folder: str, facts: dict, noisy: dict | None, sound: dict | None, longest: float, loudest: float) -> dict:
+def _version(path: Path, facts: dict, noisy: dict | None) -> dict:
+    folder = path.parent.name
     label, kind = _label(folder)
     # The clean recording is measured against itself, which tells nothing.
     words = [] if folder == "clean" else facts_in_words(facts, noisy if _step(folder) is not None else None)
-    version = {"label": label, "kind": kind, "facts": words, "heard": None}
-    if sound:
-        if "seconds" not in facts:
-            version["facts"].insert(0, f"{sound['seconds']:.2f} s long")
-        scale = {"width": round(100 * sound["seconds"] / longest, 2), "height": round(max(loudest, 0.02), 4)}
-        version["heard"] = sound | scale
-    return version
+    sound = load_sound(path)
+    if sound and "seconds" not in facts:
+        words.insert(0, f"{sound['seconds']:.2f} s long")
+    return {"label": label, "kind": kind, "facts": words, "heard": sound and dict(sound)}
 
 
 # ---- one sound ---------------------------------------------------------------------------------------------------

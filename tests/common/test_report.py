@@ -404,7 +404,7 @@ def test_several_runs_are_overlaid_and_their_numbers_compared(run):
     )
     for folder in (one, two):
         add_sample(folder, "recorded", "clip-0000", text="hello")
-        add_sample(folder, "step-00000001", "clip-0000", text="hello")
+        add_sample(folder, "step-00000001", "clip-0000", text="hello", seconds=0.5 if folder == one else 1.0)
     page = Page(comparison_page([one, two]))
     assert [part["name"] for part in page.charts["loss"]["series"]] == [
         "one: training", "one: evaluation", "two: training", "two: evaluation"]  # fmt: skip
@@ -414,6 +414,7 @@ def test_several_runs_are_overlaid_and_their_numbers_compared(run):
     differences = " ".join(page.sections["differences"].split())
     assert "lr 0.0001 0.0003" in differences and "seed" not in differences and " out " not in differences
     assert stages(page) == ["recording, through the codec", "one, step 1", "two, step 1"]
+    assert re.findall(r'class="drawn" style="width:([\d.]+)%"', page.text) == ["50.0", "50.0", "100.0"]
 
 
 def test_runs_of_different_recipes_are_compared_without_a_winner(run):

@@ -99,6 +99,7 @@ def test_every_player_loads_and_a_click_on_the_picture_plays(page, driver):
         browser.wait_for(driver, "return [...document.querySelectorAll('audio')].every(a => a.readyState >= 1)")
         assert driver.execute_script("return arguments[0].duration", player) > 0.05
     first, second = driver.find_elements(By.CSS_SELECTOR, ".sound .drawn")[:2]
+    driver.execute_script("document.querySelector('audio').loop = true")  # does not end by itself
     first.click()
     ended_or_running = "const a = document.querySelectorAll('audio')[{}]; return a.currentTime > 0 && a.played.length"
     browser.wait_for(driver, ended_or_running.format(0))

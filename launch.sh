@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The one command for everything; also a SLURM batch script (sbatch --nodes 2 launch.sh dia_lora ...).
 #   ./launch.sh setup [--with-slurm]         make .venv from requirements.txt (every other command does so when needed);
-#                                            --with-slurm also installs SLURM (Debian, root), which the tests then use
+#               [--with-browser]             also install SLURM, or Chromium (Debian, root), which the tests then use
 #   ./launch.sh doctor                       what this machine has, and what the recipes can use of it
 #   ./launch.sh demo                         fine-tune a tiny Dia on a synthetic corpus, end to end
 #   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others
@@ -15,7 +15,8 @@
 #   ./launch.sh enhance --run RUN [flags]                clean noisy recordings with a cmgan or diffusion_buffer run
 #   ./launch.sh diagnose --run RUN                       check such a run: loss, labels, data, output, machine
 #   ./launch.sh convert --run RUN [--step N] [--out DIR] export any checkpoint of any run; the best by default
-#   ./launch.sh report RUN                               write RUN/report.html again
+#   ./launch.sh report RUN...                            write RUN/report.html again; several runs: compare them
+#   ./launch.sh watch RUN [--port N]                     show the report in a browser while RUN trains
 #   ./launch.sh push --run RUN owner/name                upload its export to the Hugging Face hub, with a model card
 #   ./launch.sh inspect --recipe RECIPE [flags]          see what is trained on one clip: tokens, labels, masks, loss
 #   ./launch.sh slurm [sbatch options] RECIPE [flags]    train as a SLURM job that resumes after its time limit
@@ -111,9 +112,10 @@ can_compile() {
         [[ -f $("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]]
 }
 
-install_slurm() {
-    command -v apt-get >/dev/null || fail "--with-slurm needs Debian's apt-get."
-    (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge) >/dev/null
+# What only the tests need: install_debian FLAG PACKAGE...
+install_debian() {
+    command -v apt-get >/dev/null || fail "$1 needs Debian's apt-get."
+    (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y "${@:2}") >/dev/null
 }
 
 # ---- running a recipe --------------------------------------------------------------------------------------------
@@ -345,7 +347,13 @@ command=${1:-help}
 case $command in
     help | -h | --help) sed -n '2,/^#$/s/^# \{0,1\}//p' "$script" ;;
     setup)
-        if [[ ${1:-} == --with-slurm ]]; then install_slurm; fi
+        for option; do
+            case $option in
+                --with-slurm) install_debian "$option" slurm-wlm munge ;;
+                --with-browser) install_debian "$option" chromium chromium-driver ;;
+                *) fail "setup knows --with-slurm and --with-browser, not $option." ;;
+            esac
+        done
         setup
         echo "ready: $venv"
         ;;
@@ -371,7 +379,7 @@ case $command in
         fi
         exec "$venv/bin/python" "$root/data/$command.py" "$@"
         ;;
-    speak | generate | enhance | diagnose | convert | report | inspect)
+    speak | generate | enhance | diagnose | convert | report | watch | inspect)
         setup
         if (($(count_gpus) == 0)); then export DS_ACCELERATOR=cpu; fi
         exec "$venv/bin/python" "$root/finetune/infer/dispatch.py" "$command" "$@"

@@ -464,8 +464,23 @@ add("plan-longest", "finetune/common/plan.py", " - np.argmax(padded[::-1])", "",
     "common/test_plan.py::test_a_clip_that_was_left_over_is_not_the_micro_batch_that_takes_most_memory")
 add("flags-abbreviated", "finetune/common/config.py", "allow_abbrev=False", "allow_abbrev=True",
     "--lr-floor is taken for another flag", "common/test_config.py::test_unknown_and_abbreviated_flags_are_refused")
-add("report-escape", "finetune/common/report.py", "html.escape(facts[mine[0]]['text'])", "facts[mine[0]]['text']",
-    "a text from the data runs as HTML", "common/test_report.py::test_text_from_data_is_escaped_everywhere")
+REPORT = "common/test_report.py::"
+add("report-escape", "finetune/common/report.py", "autoescape=True", "autoescape=False",
+    "a text from the data runs as HTML", REPORT + "test_text_from_data_is_escaped_everywhere")
+add("report-script", "finetune/common/report.py", '.replace("<", "\\\\u003c")', "",
+    "a name from the data ends the script element", REPORT + "test_text_from_data_is_escaped_everywhere")
+add("report-direction", "finetune/common/report.py", '(after < before) == (measure.better == "low")',
+    '(after < before) == (measure.better == "high")', "the report calls a worse run better",
+    REPORT + "test_headline_numbers_are_those_of_the_export_and_their_change")
+add("report-base", "finetune/common/report_samples.py", "for folder in steps if _step(folder) == 0]",
+    "for folder in steps if _step(folder) == 1]", "the samples of the untrained base are not shown",
+    REPORT + "test_recording_base_and_tuned_stand_side_by_side_under_their_text")
+add("watch-host", "finetune/infer/watch.py", 'if name not in ("127.0.0.1", "localhost"):', "if False:",
+    "another web site can read the report of a private run",
+    "test_report_watch.py::test_only_this_machine_and_only_the_page")
+add("report-thinned", "finetune/common/report_charts.py", "max(finite, key=y.__getitem__)",
+    "min(finite, key=y.__getitem__)", "the curves of a long run lose their spikes",
+    REPORT + "test_the_page_of_a_long_run_stays_small_and_keeps_its_extremes")
 INSPECT = "recipes/test_inspect.py::"
 add("inspect-escape", "finetune/common/inspection.py", 'return f"<td{kind}>{html.escape(_text(cell))}</td>"',
     'return f"<td{kind}>{_text(cell)}</td>"', "a text from the data runs as HTML",

@@ -55,6 +55,7 @@ SHORT = {
 ELSEWHERE = {
     r"launch\.sh (demo|test)": "test_launch.py, and the suite itself",
     r"launch\.sh slurm|^sbatch|--hostfile": "test_multinode.py",
+    r"launch\.sh watch": "test_report_watch.py",
     r"pip install": "optional packages",
     r"ruff": "needs no run folder",
 }

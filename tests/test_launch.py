@@ -56,7 +56,9 @@ def test_ci_calls_the_readmes_test_command():
         (["dia_lora", "--ranks", "none"], "--ranks none is not a positive number"),
         (["speak", "--text", "hello"], "give --run with the folder of a dia_lora, dia_full or higgs_clone run"),
         (["speak", "--model", "nari-labs/Dia-1.6B-0626", "--text", "hello"], "give --run with the folder"),
-        (["report"], "report: give one run folder"),
+        (["report"], "report: give a run folder, or several"),
+        (["watch"], "watch: give a run folder"),
+        (["setup", "--with-slum"], "setup knows --with-slurm and --with-browser, not --with-slum"),
     ],
 )
 def test_mistakes_are_one_sentence(words, sentence):
@@ -68,7 +70,9 @@ def test_help_is_the_header_comment():
     for word in ("help", "--help"):
         done = launch(word)
         assert done.returncode == 0 and done.stdout.startswith("The one command for everything")
-        assert all(f"./launch.sh {command}" in done.stdout for command in (*dispatch.SCRIPTS, "report", "inspect"))
+        assert all(
+            f"./launch.sh {command}" in done.stdout for command in (*dispatch.SCRIPTS, "report", "watch", "inspect")
+        )
         assert done.stdout.rstrip().endswith("anything else is a failure.")
 
 

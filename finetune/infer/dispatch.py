@@ -1,5 +1,5 @@
 """Run the script of this folder that fits a trained run: what ./launch.sh does for speak, generate, enhance, diagnose,
-convert, report and inspect.
+convert, report, watch and inspect.
 
     python finetune/infer/dispatch.py speak --run runs/my-voice --text "[S1] Hello." --wav hello.wav
 
@@ -30,8 +30,8 @@ DIA_FORMATS = ("native", "stereo", "average")  # other verbs of convert, which m
 
 def command_for(verb: str, argv: list[str]) -> list[str]:
     """The script, relative to finetune/, and its arguments."""
-    if verb == "report":
-        return report_command(argv)
+    if verb in ("report", "watch"):
+        return [f"infer/{verb}.py", *argv]
     if verb == "convert":
         return ["infer/dia_convert.py" if argv and argv[0] in DIA_FORMATS else "infer/convert.py", *argv]
     if verb == "inspect":
@@ -58,17 +58,6 @@ def command_for(verb: str, argv: list[str]) -> list[str]:
             raise UserError(f"{verb}: give --run with the folder of a {recipes} run.")
         script, arguments = script_for(verb, recipe, given.adapter or given.model), argv
     return [f"infer/{script}", *arguments]
-
-
-def report_command(argv: list[str]) -> list[str]:
-    folders = [word for word in argv if word != "--run"]
-    if len(folders) != 1:
-        raise UserError("report: give one run folder, as in ./launch.sh report runs/my-voice")
-    [run] = folders
-    read_recipe(run)
-    if not Path(run, "metrics.jsonl").is_file():
-        raise UserError(f"{run} holds no metrics.jsonl: it has not begun to train.")
-    return ["common/report.py", run]
 
 
 def read_recipe(run: str) -> str:

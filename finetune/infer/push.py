@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.config import UserError
-from common.report import read_records
+from common.report import exported_checkpoint, read_records
 from common.runtime import run_main
 
 LOCAL_PATHS = ("ds", "model", "data", "eval_data", "test_data", "out", "tag_map", "musicgen", "resume")
@@ -115,7 +115,8 @@ def stage(args, folder: Path) -> None:
         if isinstance(content, dict):
             file.write_text(json.dumps(without_paths(content, base), indent=2) + "\n", encoding="utf-8")
     samples = copy_samples(args.run / "samples", folder / "samples")
-    card = model_card(recipe, record, read_records(args.run / "metrics.jsonl"), exported(export), base, samples, args)
+    records, checkpoint = read_records(args.run / "metrics.jsonl"), exported_checkpoint(export)
+    card = model_card(recipe, record, records, checkpoint, base, samples, args)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -129,16 +130,6 @@ def without_paths(content: dict, base: str) -> dict:
         elif key in LOCAL_PATHS and isinstance(value, str) and os.path.isabs(value):
             content[key] = base if key == "model" else Path(value).name
     return content
-
-
-def exported(export: Path) -> dict:
-    """Step and score of the exported checkpoint."""
-    for name in ("training_config.json", "config.json", "adapter_config.json"):
-        if (export / name).is_file():
-            content = json.loads((export / name).read_text(encoding="utf-8"))
-            if "checkpoint" in content:
-                return content["checkpoint"]
-    return {}
 
 
 def copy_samples(source: Path, target: Path) -> list[tuple[str, str]]:

@@ -1,26 +1,36 @@
-"""report.html: one file, safe to open, whatever the run holds."""
+"""report.html: one file, safe to open, whatever the run holds. test_report_browser.py looks at it in a browser."""
 
 import base64
+import hashlib
+import io
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
-from common.report import write_report
+from common import report
+from common.report import comparison_page, report_page, write_report
+from common.report_charts import charts_of, thinned
+from common.report_samples import outline, spectrogram
+from common.report_words import duration, facts_in_words, number
 
-EVIL = "<script>alert(1)</script>\"'&"
-STEP = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-4}
+EVIL = "</script><script>alert(1)</script>\"'&{{ 7 * 7 }}"
+STEP = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-4, "tokens": 900, "padding": 0.1, "tokens_per_s": 450.0}
+STEP |= {"data_wait_s": 0.1, "step_s": 2.0, "rss_gb": 1.5, "epoch": 0.5, "loss_channel_0": 2.0, "loss_channel_1": 3.0}
 EVAL = {"event": "eval", "loss": 1.5, "text_gap": 0.25, "loss_channel_0": 1.0}
+DONE = {"event": "done", "step": 2}
 
 
 @pytest.fixture
 def run(tmp_path):
-    """run(records, config=) -> a run folder."""
+    """run(records, name=, config=) -> a run folder."""
 
-    def make(records, **config) -> Path:
-        folder = tmp_path / "my <run>"
+    def make(records, name="my <run>", **config) -> Path:
+        folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps({"recipe": "dia_lora", **config}))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -29,82 +39,405 @@ def run(tmp_path):
     return make
 
 
-def add_sample(run: Path, step: str, name: str, **facts):
-    folder = run / "samples" / step
+def add_sample(run: Path, stage: str, name: str, seconds: float = 0.5, **facts) -> np.ndarray:
+    """Writes a sample; returns its 16-bit values."""
+    folder = run / "samples" / stage
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"name": name, **facts}))
-    (folder / f"{name}.wav").write_bytes(b"RIFF-sound")
-    (folder / f"{name}.png").write_bytes(b"PNG-picture")
+    wave = (8000 * np.sin(np.arange(int(8000 * seconds)) / 5)).astype(np.int16)
+    soundfile.write(folder / f"{name}.wav", wave, 8000, subtype="PCM_16")
+    return wave
 
 
 class Page(HTMLParser):
+    """What a browser makes of the page: elements, sources, words, and the charts' data."""
+
     def __init__(self, text):
         super().__init__()
-        self.tags, self.sources, self.words = [], [], ""
+        self.text, self.tags, self.classes, self.sources, self.words = text, [], [], [], ""
+        self.scripts, self.open, self.section, self.sections, self.policy = [], [], "", {}, ""
         self.feed(text)
+        self.charts = {chart["id"]: chart for chart in json.loads(self.scripts[0])}
 
     def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
         self.tags.append(tag)
-        self.sources += [value for name, value in attrs if name in ("src", "href")]
+        self.open.append(tag)
+        self.classes += (given.get("class") or "").split()
+        self.sources += [given[name] for name in ("src", "href", "action") if name in given]
+        self.section = given["id"] if tag in ("section", "header") and "id" in given else self.section
+        self.policy = given["content"] if "http-equiv" in given else self.policy
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop() != tag:
+            pass
 
     def handle_data(self, data):
-        self.words += data
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif "style" not in self.open[-1:]:
+            self.words += data
+            self.sections[self.section] = self.sections.get(self.section, "") + data + " "
 
 
 def page_of(run) -> Page:
-    return Page(write_report(run).read_text(encoding="utf-8"))
+    return Page(report_page(run))
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_without_steps_evaluations_or_samples_has_a_report(run):
     page = page_of(run([]))
-    assert "none" in page.words and "Configuration" in page.words and "Evaluation" not in page.words
+    assert "none" in page.sections["samples"] and "Configuration" in page.words and not page.charts
+    assert "The run has not finished" in page.sections["warnings"]
+    folder = run([])
+    (folder / "metrics.jsonl").unlink()  # it has just begun
+    assert "no records yet" in page_of(folder).sections["top"]
 
 
-def test_curves_and_evaluation_are_shown(run):
-    page = page_of(run([EVAL | {"step": 0}, STEP | {"step": 1}, STEP | {"step": 2}, EVAL | {"step": 2}]))
-    assert page.tags.count("img") == 1 and "text_gap" in page.words and "1.5000" in page.words
-    assert "loss_channel_0" not in page.words
-    assert base64.b64decode(page.sources[0].split(",")[1]).startswith(b"\x89PNG")
+def test_headline_numbers_are_those_of_the_export_and_their_change(run):
+    evals = [EVAL | {"step": 0, "loss": 3.0, "text_gap": 0.5, "eos_recall": 0.25}]
+    evals += [EVAL | {"step": 5, "loss": 2.25, "text_gap": 0.125, "eos_recall": 0.75}, EVAL | {"step": 9, "loss": 2.75}]
+    folder = run([*evals, DONE])
+    (folder / "export").mkdir()
+    (folder / "export" / "training_config.json").write_text(json.dumps({"checkpoint": {"step": 5}}))
+    words = " ".join(page_of(folder).sections["headline"].split())
+    assert "evaluation loss 2.25 -0.75 better before training 3" in words
+    assert "text gap 0.125 -0.375 worse before training 0.5" in words
+    assert "ends found 75.0 % +50.0 points better before training 25.0 %" in words
+    (folder / "export" / "training_config.json").unlink()  # not exported: the last evaluation stands for the run
+    assert "evaluation loss 2.75 -0.25 better" in " ".join(page_of(folder).sections["headline"].split())
 
 
-def test_the_last_evaluation_is_set_against_the_base(run):
+def test_without_an_evaluation_the_training_loss_is_the_headline(run):
+    records = [STEP | {"step": step, "loss": 5.0 - step / 10} for step in range(1, 41)]
+    words = " ".join(page_of(run(records)).sections["headline"].split())
+    assert "training loss 1.05" in words and "at the start 4.85" in words  # means of two steps
+    assert "no evaluation" not in words
+
+
+def test_curves_hold_what_was_recorded(run):
+    records = [
+        EVAL | {"step": 0},
+        STEP | {"step": 1},
+        STEP | {"step": 2, "loss": 2.0},
+        EVAL | {"step": 2, "loss": 1.25},
+    ]
+    page = page_of(run([*records, DONE]))
+    training, evaluation = page.charts["loss"]["series"]
+    assert (training["x"], training["y"]) == ([1, 2], [2.5, 2.0])
+    assert (evaluation["x"], evaluation["y"]) == ([0, 2], [1.5, 1.25])
+    parts = page.charts["training-loss_channel_"]["series"]
+    assert [(part["name"], part["y"]) for part in parts] == [("codebook 0", [2.0, 2.0]), ("codebook 1", [3.0, 3.0])]
+    for name in ("lr", "grad_norm", "speed", "time", "memory", "padding", "tokens", "eval-text_gap"):
+        assert name in page.charts, name
+    assert page.charts["memory"]["series"][0]["y"] == [1.5, 1.5]
+
+
+def test_terms_baselines_noisy_input_and_ceilings_are_drawn(run):
+    records = [STEP | {"step": 1, "loss_ri": 0.5, "loss_gan": 0.25, "loss_d": 0.125}]
+    records += [
+        {"event": "baselines", "step": 0, "unigram": 4.0},
+        {"event": "ceiling", "step": 0, "of": "original", "pesq": 4.5},
+    ]
+    records += [EVAL | {"step": 1, "pesq": 2.0, "noisy_pesq": 1.25, "share_ri": 0.75}]
+    charts = page_of(run(records)).charts
+    assert [part["name"] for part in charts["training-loss_"]["series"]] == ["ri", "gan"]  # D's loss is not a term
+    assert charts["loss_d"]["series"][0]["y"] == [0.125]
+    assert ["unigram model", 4.0] in [[part["name"], part["y"][0]] for part in charts["loss"]["series"]]
+    levels = {part["name"]: part["y"][0] for part in charts["eval-pesq"]["series"]}
+    assert levels == {"model": 2.0, "noisy input": 1.25, "recordings": 4.5} and "eval-noisy_pesq" not in charts
+
+
+def test_all_evaluations_are_listed_with_the_change_since_the_base(run):
     evals = [EVAL | {"step": 0, "loss": 3.0}, EVAL | {"step": 5, "loss": 2.25, "stop_rate": 1.0}]
-    words = page_of(run(evals)).words
-    assert "last - base" in words and "-0.7500" in words and "nan" in words  # the base has no stop rate
+    words = page_of(run(evals)).sections["evaluations"]
+    assert "last - base" in words and "-0.75" in words and "loss_channel_0" not in words
     assert "last - base" not in page_of(run(evals[1:])).words
 
 
-def test_samples_stand_under_their_text_with_sound_and_picture(run):
-    folder = run([])
-    add_sample(folder, "recorded", "clip-0000", text="hello", seconds=1.25)
-    add_sample(folder, "step-00000010", "clip-0000", text="hello", seconds=1.5)
-    add_sample(folder, "recorded", "clip-0001", text="bye")
-    page = page_of(folder)
-    assert page.tags.count("audio") == 3 and page.words.count("hello") == 1
-    assert [base64.b64decode(s.split(",")[1]) for s in page.sources[:2]] == [b"RIFF-sound", b"PNG-picture"]
-    (folder / "samples" / "recorded" / "clip-0000.wav").unlink()
-    assert "no sound" in page_of(folder).words
+def test_scores_of_the_samples_are_part_of_their_evaluation(run):
+    records = [EVAL | {"step": 0}, {"event": "scores", "step": 0, "wer": 0.5}]
+    records += [EVAL | {"step": 4}, {"event": "scores", "step": 4, "wer": 0.25}]
+    page = page_of(run(records, config={"best_by": "wer"}))
+    assert page.charts["eval-wer"]["series"][0]["y"] == [0.5, 0.25]
+    assert page.sections["headline"].split()[:3] == ["word", "error", "rate"]  # what the run is judged by comes first
 
 
 def test_text_from_data_is_escaped_everywhere(run):
-    folder = run([{"event": "skip", "step": 1, "ids": [EVIL]}, EVAL | {"step": 1, EVIL: 1.0}], data=EVIL)
+    records = [
+        {"event": "skip", "step": 1, "ids": [EVIL]},
+        EVAL | {"step": 1, EVIL: 1.0},
+        STEP | {"step": 1, EVIL: 1.0},
+    ]
+    records += [
+        {"event": "alarm", "step": 1, "message": EVIL},
+        {"event": "ceiling", "step": 0, "of": EVIL, "loss": 1.0},
+    ]
+    folder = run(records, config={"data": EVIL, "model": EVIL}, git_commit=EVIL, command=[EVIL])
     add_sample(folder, "recorded", "clip-0000", text=EVIL, speaker=EVIL)
     page = page_of(folder)
-    assert "script" not in page.tags and page.words.count(EVIL) >= 4
-    assert "my <run>" in page.words and "run" not in page.tags
+    clean = page_of(run(records[:0], name="plain"))
+    assert len(page.scripts) == len(clean.scripts) == 3 and page.scripts[1:] == clean.scripts[1:]
+    assert page.words.count(EVIL) >= 8 and "my <run>" in page.words and "run" not in page.tags
+    assert any(EVIL.replace("_", " ") in chart["title"] for chart in page.charts.values())
+    compared = Page(comparison_page([folder, run(records, name=EVIL.replace("/", ""), config={"data": "b"})]))
+    assert compared.scripts[1:] == clean.scripts[1:] and EVIL in compared.words
 
 
-def test_the_page_needs_nothing_from_outside(run):
+def test_the_page_needs_nothing_from_outside_and_runs_only_its_own_scripts(run):
     folder = run([STEP | {"step": 1}, EVAL | {"step": 1}])
     add_sample(folder, "recorded", "clip-0000", text="hello")
     page = page_of(folder)
     assert page.sources and all(source.startswith("data:") for source in page.sources)
-    assert not {"script", "link", "iframe"} & set(page.tags)
-    assert not re.search(r"https?://|url\(|@import", (folder / "report.html").read_text())
+    assert not {"link", "iframe", "object", "form", "base"} & set(page.tags)
+    own = page.text.replace(page.scripts[1], "")  # without bokeh
+    assert not re.search(r"https?://|url\(|@import", own)
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[1:]]
+    assert page.policy.startswith("default-src 'none'") and "script-src 'unsafe" not in page.policy
+    assert re.findall(r"sha256-([^']+)'", page.policy) == hashes
+
+
+def test_the_page_of_a_long_run_stays_small_and_keeps_its_extremes(run):
+    """20,000 steps of 18 codebooks."""
+    many = {f"loss_channel_{k}": 1.2345678 for k in range(18)} | {f"grad_norm_{k}": 0.1234567 for k in range(8)}
+    records = [STEP | many | {"step": step, "loss": 3.0 + 0.001 * (step % 7)} for step in range(1, 20_001)]
+    records[11_234]["loss"], records[14_000]["loss"], records[100]["loss"] = 99.0, -1.0, float("nan")
+    charts = thinned(charts_of(records))
+    series = charts[0]["series"][0]
+    assert max(series["y"]) == 99.0 and min(series["y"]) == -1.0
+    assert series["x"][series["y"].index(99.0)] == 11_235 and series["x"] == sorted(series["x"])
+    page = report.render(charts, False, **empty_page())
+    assert 1_000_000 < len(page) < 5_000_000
+
+
+def empty_page() -> dict:
+    values = dict.fromkeys(("tiles", "data", "skipped", "cards", "figures", "warnings", "earlier_warnings"), [])
+    facts = {"recipe": "r", "model": "", "name": "n", "status": {"kind": "done", "word": "", "parts": []}}
+    values |= {"title": "t", "runs": [facts], "table": None, "comparison": None, "cards_left_out": 0, "config": ""}
+    return values | {"repeat": {"command": "", "rows": []}}
 
 
 def test_values_that_are_not_finite_and_a_line_cut_by_a_kill_do_not_stop_it(run):
     folder = run([STEP | {"step": 1, "loss": float("nan")}, EVAL | {"step": 1, "loss": float("inf")}])
     with open(folder / "metrics.jsonl", "a") as stream:
-        stream.write('{"step": 2, "lo')
-    assert "inf" in page_of(folder).words
+        stream.write('[]\n{"event": "eval"}\n{"step": 2, "lo')
+    page = page_of(folder)
+    assert "inf" in page.sections["evaluations"] and "loss" not in page.charts
+    assert "The evaluation loss is not finite at step 1." in page.sections["warnings"]
+    assert "not finite" in page.sections["headline"]
+
+
+def test_what_a_recipe_calls_never_fails_a_finished_run(run, capsys):
+    folder = run([STEP | {"step": 1}])
+    assert write_report(folder).read_text() and not list(folder.glob(".report*"))
+    (folder / "config.json").write_text("{")
+    assert write_report(folder) == folder / "report.html"
+    assert "warning: the report could not be written" in capsys.readouterr().out
+
+
+def test_an_environment_without_bokeh_says_what_is_missing(run, monkeypatch):
+    monkeypatch.setattr(report, "plot_library", lambda: "")
+    text = report_page(run([STEP | {"step": 1}]))
+    assert "pip install bokeh" in text and 'id="chart-data"' not in text and len(text) < 100_000
+
+
+# ---- warnings, skips, how to repeat it ---------------------------------------------------------------------------
+
+
+def test_the_state_of_a_run_is_said(run):
+    done = page_of(run([STEP | {"step": 2}, DONE], config={"steps": 2}))
+    assert (
+        "finished" in done.sections["top"]
+        and "2 steps" in done.sections["top"]
+        and not done.sections["warnings"].strip()
+    )
+    stopped = page_of(run([STEP | {"step": 2}, {"event": "preempted", "step": 2}], config={"steps": 8}))
+    assert "2 of 8 steps" in stopped.sections["top"] and "stopped by a signal" in stopped.sections["warnings"]
+    resumed = [{"event": "preempted", "step": 2}, {"event": "resume", "step": 2}, STEP | {"step": 3}]
+    page = page_of(run(resumed))
+    assert "The run has not finished" in page.sections["warnings"] and "last record 20" in page.sections["top"]
+    assert "The run has not finished" not in report_page(run(resumed), live=True)  # someone watches it
+
+
+def test_warnings_come_first_and_old_alarms_are_folded_away(run):
+    records = [EVAL | {"step": 0}, {"event": "alarm", "step": 0, "message": "alarm: too loud"}, STEP | {"step": 1}]
+    records += [STEP | {"step": 2, "data_wait_s": 1.5, "padding": 0.6}, EVAL | {"step": 2, "loss": 1.75}]
+    records += [{"event": "alarm", "step": 2, "message": "warning: too quiet"}]
+    records += [{"event": "export_check", "step": 2, "passed": False}, DONE]
+    page = page_of(run(records))
+    words = page.sections["warnings"]
+    # Five, and the one for browsers without JavaScript.
+    assert page.classes.count("warn") == 5 + 1 and words.index("too quiet") < words.index("too loud")
+    assert "1 warning at earlier evaluations" in words
+    for sentence in ("75 % of the time was spent waiting", "60 % of what was computed is padding",
+                     "The evaluation loss is worse than it was at the start: 1.75, before training 1.5.",
+                     "it is in export-refused/"):  # fmt: skip
+        assert sentence in words, sentence
+
+
+def test_what_was_skipped_is_listed_with_its_reason(run, tmp_path):
+    (tmp_path / "tokens").mkdir()
+    rejects = [{"id": "a", "reason": "too short"}, {"id": "b", "reason": "silent"}, {"id": "c", "reason": "silent"}]
+    (tmp_path / "tokens" / "rejects.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rejects))
+    records = [{"event": "skip", "step": 3, "ids": [f"clip-{i}" for i in range(25)]}]
+    records += [{"event": "skip", "step": 7, "ids": ["x"], "grad_norm": 12.5}]
+    records += [{"event": "pesq_missing", "step": 8, "ids": ["y"]}]
+    page = page_of(run(records, config={"data": str(tmp_path / "tokens"), "max_spike": 5.0}))
+    words = page.sections["skipped"]
+    assert "clip-19 and 5 more" in words and "clip-20" not in words and "not finite" in words
+    assert "the gradient norm 12.5 was over --max-spike 5.0 times its median" in words and "no PESQ value" in words
+    assert words.index("2 clips, when the data was made") < words.index("1 clip, when the data was made")
+    assert "2 steps were skipped" in page.sections["warnings"]
+
+
+def test_the_command_that_repeats_the_run_is_shown(run):
+    folder = run([STEP | {"step": 1}], ranks=4, git_commit="abc123", versions={"torch": "2"}, command=["x.py", "--a b"])
+    words = page_of(folder).sections["repeat"]
+    assert f"./launch.sh dia_lora --ranks 4 --config '{folder}/config.json' --out NEW_FOLDER" in words
+    assert "abc123" in words and "torch 2" in words and "x.py '--a b'" in words
+
+
+# ---- samples -----------------------------------------------------------------------------------------------------
+
+
+def stages(page: Page) -> list[str]:
+    return re.findall(r"<figcaption>(.*?)</figcaption>", page.text)
+
+
+def test_recording_base_and_tuned_stand_side_by_side_under_their_text(run):
+    folder = run([EVAL | {"step": 10}])
+    for stage in ("step-00000010", "reference", "step-00000000", "original", "recorded"):
+        add_sample(folder, stage, "clip-0000", text="hello", duration_ratio=0.5, ended_by_eos=stage != "step-00000000")
+    page = page_of(folder)
+    assert stages(page) == ["reference voice", "recording", "recording, through the codec", "base, before training",
+                            "tuned, step 10"]  # fmt: skip
+    assert page.tags.count("audio") == 5 and page.sections["samples"].count("hello") == 1
+    assert (
+        page.words.count("does not stop: cut off at the limit") == 1 and "0.50 times the expected length" in page.words
+    )
+    (folder / "samples" / "step-00000010" / "clip-0000.wav").unlink()
+    assert "no sound" in page_of(folder).words
+
+
+def test_noisy_enhanced_and_clean_stand_side_by_side(run):
+    folder = run([])
+    for stage, pesq in (("clean", 4.64), ("step-00000004", 2.5), ("noisy", 1.25)):
+        add_sample(folder, stage, "file-0000", text="p232", pesq=pesq)
+    page = page_of(folder)
+    assert stages(page) == ["noisy input", "tuned, step 4", "clean recording"]
+    assert "PESQ 2.5 (+1.25) · in brackets: against the noisy input" in page.words
+    assert "PESQ 1.25" in page.words and "4.64" not in page.words
+
+
+def test_the_exported_step_is_the_tuned_one_and_few_others_are_on_the_page(run):
+    folder = run([])
+    (folder / "export").mkdir()
+    (folder / "export" / "config.json").write_text(json.dumps({"checkpoint": {"step": 30}}))
+    for step in range(10, 101, 10):
+        add_sample(folder, f"step-{step:08d}", "clip-0000", text="hello")
+    add_sample(folder, "broken", "clip-0000", text="another folder")
+    page = page_of(folder)
+    assert stages(page) == [f"tuned, step {step}" for step in (30, 10, 40, 70, 100)]
+    assert "5 more are in the run folder" in page.words
+
+
+def test_the_sound_on_the_page_is_the_sound_on_disk(run):
+    folder = run([])
+    wave = add_sample(folder, "recorded", "clip-0000", text="hello", seconds=0.75)
+    [source] = [source for source in page_of(folder).sources if source.startswith("data:audio/flac;base64,")]
+    heard, rate = soundfile.read(io.BytesIO(base64.b64decode(source.split(",")[1])), dtype="int16")
+    assert rate == 8000 and np.array_equal(heard, wave)
+
+
+def test_pictures_of_one_card_share_their_axes(run):
+    folder = run([])
+    add_sample(folder, "recorded", "clip-0000", text="hello", seconds=2.0)
+    add_sample(folder, "step-00000004", "clip-0000", text="hello", seconds=0.5)
+    text = page_of(folder).text
+    assert re.findall(r'class="drawn" style="width:([\d.]+)%"', text) == ["100.0", "25.0"]
+    assert len(set(re.findall(r'<svg viewBox="0 -([\d.]+) 300', text))) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"RIFF-no sound"])
+def test_a_sound_that_cannot_be_read_is_no_sound(run, content):
+    folder = run([])
+    add_sample(folder, "recorded", "clip-0000", text="hello")
+    (folder / "samples" / "recorded" / "clip-0000.wav").write_bytes(content)
+    (folder / "samples" / "recorded" / "clip-0001.json").write_text('{"name": "clip-00')  # being written
+    page = page_of(folder)
+    assert "no sound" in page.sections["samples"] and "audio" not in page.tags
+
+
+def test_outline_and_spectrogram_show_the_sound():
+    from PIL import Image
+
+    rate, seconds = 16000, np.arange(16000) / 16000
+    wave = np.where(seconds < 0.5, 0.5, 0.1) * np.sin(2 * np.pi * 1000 * seconds)
+    points = [tuple(map(float, point.split())) for point in outline(wave)[1:-1].split(" L")]
+    assert [y for x, y in points if x == 100] == pytest.approx([-0.5, 0.5], abs=0.01)
+    assert [y for x, y in points if x == 250] == pytest.approx([-0.1, 0.1], abs=0.01)
+    picture = np.asarray(Image.open(io.BytesIO(spectrogram(wave, rate))).convert("L"), dtype=float)
+    mel = 2595 * np.log10(1 + np.array([1000, 8000]) / 700)
+    expected = picture.shape[0] * (1 - mel[0] / mel[1])  # rows from the top
+    assert abs(picture[:, 75].argmax() - expected) <= 1.5 and abs(picture[:, 225].argmax() - expected) <= 1.5
+    assert picture[:, 75].max() > picture[:, 225].max() and np.median(picture[:, 75]) < 0.2 * picture[:, 75].max()
+    assert spectrogram(np.zeros(10), rate) and spectrogram(np.zeros(16000), rate)
+
+
+# ---- comparison --------------------------------------------------------------------------------------------------
+
+
+def test_several_runs_are_overlaid_and_their_numbers_compared(run):
+    one = run(
+        [STEP | {"step": 1}, EVAL | {"step": 1, "loss": 2.0, "text_gap": 0.5}, DONE],
+        "one",
+        config={"lr": 1e-4, "seed": 1, "out": "a"},
+    )
+    two = run(
+        [STEP | {"step": 1}, EVAL | {"step": 1, "loss": 1.0, "text_gap": 0.25}, DONE],
+        "two",
+        config={"lr": 3e-4, "seed": 1, "out": "b"},
+    )
+    for folder in (one, two):
+        add_sample(folder, "recorded", "clip-0000", text="hello")
+        add_sample(folder, "step-00000001", "clip-0000", text="hello", seconds=0.5 if folder == one else 1.0)
+    page = Page(comparison_page([one, two]))
+    assert [part["name"] for part in page.charts["loss"]["series"]] == [
+        "one: training", "one: evaluation", "two: training", "two: evaluation"]  # fmt: skip
+    assert [part["run"] for part in page.charts["lr"]["series"]] == [0, 1]
+    assert "training-loss_channel_" not in page.charts
+    assert re.findall(r'class="best"[^>]*>(.*?)<', page.text) == ["1", "0.5"]  # the lowest loss, the highest gap
+    differences = " ".join(page.sections["differences"].split())
+    assert "lr 0.0001 0.0003" in differences and "seed" not in differences and " out " not in differences
+    assert stages(page) == ["recording, through the codec", "one, step 1", "two, step 1"]
+    assert re.findall(r'class="drawn" style="width:([\d.]+)%"', page.text) == ["50.0", "50.0", "100.0"]
+
+
+def test_runs_of_different_recipes_are_compared_without_a_winner(run):
+    one, two = run([EVAL | {"step": 1}], "one"), run([EVAL | {"step": 1, "loss": 9.0}], "two")
+    (two / "config.json").write_text(json.dumps({"recipe": "cmgan"}))
+    page = Page(comparison_page([one, two]))
+    assert "different recipes" in page.sections["warnings"] and "best" not in page.classes
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    assert report.labels_of([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]) == [
+        str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run"), "c"]  # fmt: skip
+
+
+# ---- words -------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_and_facts_in_words():
+    assert [number(value) for value in (1.23456, 12345.6, 0.00012345, 0.0, float("nan"))] == [
+        "1.235", "12346", "0.000123", "0", "not finite"]  # fmt: skip
+    assert number(0.1234, "%") == "12.3 %" and number(2.0, "dB", sign=True) == "+2 dB"
+    assert [duration(value) for value in (4.21, 600, 7260)] == ["4.2 s", "10 min", "2 h 1 min"]
+    facts = {"name": "a", "seconds": 1.5, "repeats": 0.25, "silent": 0.5, "longest_silence": 0.4, "clipped": 0.0}
+    assert facts_in_words(facts | {"wer": 0.125, "odd_fact": 2}) == [
+        "1.50 s long", "25 % of its frames repeat the one before", "50 % silence, up to 0.4 s at once", "no clipping",
+        "word error rate 12.5 %", "odd fact 2"]  # fmt: skip

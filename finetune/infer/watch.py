@@ -1,0 +1,121 @@
+"""Show the report of a run in a browser, and keep it up to date while the run trains.
+
+    ./launch.sh watch runs/my-voice
+
+The page is served to this machine only (127.0.0.1). To see the run of another machine, start this there and forward the
+port: ssh -L 8765:127.0.0.1:8765 HOST. Ctrl-C ends it; the training does not notice.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the recipes
+
+from common.config import EXIT_USER_ERROR, UserError
+from common.report import report_page
+from infer.dispatch import read_recipe
+
+SHOWN = ("config.json", "metrics.jsonl", "samples/*/*", "figures/*.png", "export/*.json")  # what the page is made of
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh watch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--run", dest="named", type=Path, metavar="RUN", help="the same, as in the other commands")
+    parser.add_argument("--port", type=int, default=8765, help="default: 8765; 0 = any that is free")
+    return parser.parse_args(argv)
+
+
+def version_of(run: Path) -> str:
+    """Changes whenever the page would."""
+    paths = sorted(path for pattern in SHOWN for path in run.glob(pattern))
+    states = [(str(path), *_state(path)) for path in paths]
+    return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+def _state(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:  # a draft that was renamed since
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+def make_server(run: Path, port: int) -> ThreadingHTTPServer:
+    building = threading.Lock()
+    built = {}  # version -> page, of the newest only
+
+    def page() -> str:
+        with building:
+            version = version_of(run)
+            if version not in built:
+                built.clear()
+                built[version] = report_page(run, live=True)
+            return built[version]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = (self.headers.get("Host") or "").rsplit(":", 1)[0]
+            if name not in ("127.0.0.1", "localhost"):  # another site that had its name point to this machine
+                return self.answer(403, "only for this machine", "text/plain")
+            if self.path not in ("/", "/version"):
+                return self.answer(404, "not found", "text/plain")
+            try:
+                if self.path == "/version":
+                    return self.answer(200, version_of(run), "text/plain")
+                return self.answer(200, page(), "text/html")
+            except (OSError, ValueError) as error:  # a file that is being replaced: the browser asks again
+                return self.answer(503, f"not readable now: {error}", "text/plain")
+
+        def answer(self, code: int, text: str, kind: str) -> None:
+            body = text.encode()
+            try:
+                self.send_response(code)
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(body)
+            except ConnectionError:  # the browser has gone
+                pass
+
+        def log_message(self, *_):
+            pass
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        why = os.strerror(error.errno) if isinstance(error, OSError) else "ports are 0 to 65535"
+        raise UserError(f"--port {port} cannot be used ({why}); --port 0 takes any that is free.") from None
+
+
+def watch(args: argparse.Namespace) -> None:
+    run = args.run or args.named
+    if not run:
+        raise UserError("watch: give a run folder, as in ./launch.sh watch runs/my-voice")
+    read_recipe(str(run))
+    server = make_server(run, args.port)
+    try:
+        print(f"http://127.0.0.1:{server.server_port}/ shows {run} while it trains; Ctrl-C ends this", flush=True)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    server.server_close()
+
+
+if __name__ == "__main__":
+    try:
+        watch(parse_args())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)

@@ -1,5 +1,6 @@
 """The memory prediction against figures worked out by hand: 16 bytes per trained parameter, and more."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from common.memory import (
     quantised_savings,
     saved_bytes,
 )
+from common.optim import step_bytes_per_weight
 from common.runtime import Process, resident_bytes
 
 DIA = 1_611_160_576
@@ -127,6 +129,36 @@ def test_zero2_offload_keeps_fp32_sums_of_gradients_on_the_device():
     fp32, bf16 = (predict(DIA, DIA, ds(2, sums, offload_optimizer=cpu), 2, ADAM, 4) for sums in ("fp32", "bf16"))
     assert fp32["device"] == pytest.approx(DIA * (2 + 4 / 4)) and bf16["device"] == pytest.approx(DIA * 2)
     assert fp32["host"] == pytest.approx(DIA * 16 / 4) and bf16["host"] == pytest.approx(DIA * 18 / 4)
+
+
+def test_8_bit_adamw_unpacks_what_it_updates_on_a_cpu_and_nothing_on_a_gpu():
+    """Of 20 bytes per weight, counted by torch's profiler in a step of bitsandbytes' own optimizer."""
+    from bitsandbytes.optim import AdamW8bit
+    from torch.profiler import ProfilerActivity, profile
+
+    def step_peak(make, weights):
+        parameter = nn.Parameter(torch.zeros(weights))
+        optimizer = make([parameter])
+        parameter.grad = torch.ones(weights)
+        optimizer.step()  # makes the states
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            optimizer.step()
+        sizes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(itertools.accumulate(sizes)), optimizer
+
+    weights = 2**18
+    for make in (lambda p: AdamW8bit(p, lr=1e-3), lambda p: torch.optim.AdamW(p, fused=True)):
+        peak, optimizer = step_peak(make, weights)
+        assert peak / weights == pytest.approx(step_bytes_per_weight(optimizer, "cpu"), abs=0.1)
+        assert step_bytes_per_weight(optimizer, "cuda") == 0
+
+
+@pytest.mark.parametrize(("stage", "updated"), [(2, DIA / 4), (3, 1e8 + 33_554_432 / 4), (0, 33_554_432)])
+def test_a_step_unpacks_a_partition_a_sub_group_or_a_parameter(stage, updated):
+    """`updated`: weights per rank of 4. A sub-group ends with the parameter that makes it large enough."""
+    zero = ds(stage, sub_group_size=100_000_000, reduce_bucket_size=1)
+    plain, unpacked = (predict(DIA, DIA, zero, 4, 2, 4, extra, 33_554_432)["device"] for extra in (0, 20))
+    assert unpacked - plain == pytest.approx(20 * updated)
 
 
 def test_a_sub_group_of_stage_3_bounds_the_fp32_gradient():

@@ -96,7 +96,10 @@ def predict(
     optimizer = masters + state_bytes * shared + step
     bucket = min(trained, _size(zero, "reduce_bucket_size", REDUCE_BUCKET))
     if stage == 3:
-        working = width * min(total, _size(zero, "stage3_max_live_parameters", 1e9)) + sent * bucket
+        live = min(total, _size(zero, "stage3_max_live_parameters", 1e9))
+        if world == 1 and not _offloads_weights(zero):
+            live = 0  # they are used where they are
+        working = width * live + sent * bucket
     else:
         # One buffer, or two, and a copy of what is sent, if need be in fp32; gone before the step copies the gradients.
         buffers = (2 if zero.get("overlap_comm") and bucket < trained else 1) if stage else 0
@@ -108,7 +111,7 @@ def predict(
         host, optimizer = host + optimizer, 0.0
         if not in_place:  # fp32 sums of stage 2 stay on the device until the step
             host, gradients = host + gradients, 0.0
-    if zero.get("offload_param", {}).get("device", "none") != "none":
+    if _offloads_weights(zero):
         host, weights = host + weights, 0.0
     return {"device": weights + gradients + optimizer, "host": host, "working": working}
 
@@ -134,6 +137,10 @@ def checkpoint_bytes(trained: int, ds: dict, width: int, state_bytes: float, ema
 
     Frozen weights are not saved."""
     return trained * (4 + state_bytes + (4 if ema else 0) + (width if stage_of(ds) < 3 else 0))
+
+
+def _offloads_weights(zero: dict) -> bool:
+    return zero.get("offload_param", {}).get("device", "none") != "none"
 
 
 def _size(zero: dict, key: str, default: float) -> float:

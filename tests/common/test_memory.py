@@ -106,6 +106,12 @@ def test_buckets_are_counted_in_the_precision_that_is_sent(communication, stage,
     assert predict(DIA, DIA, resolved, 2, ADAM, 16)["working"] == expected
 
 
+def test_a_single_rank_of_zero3_gathers_only_weights_that_are_offloaded():
+    small = {"reduce_bucket_size": 1, "stage3_max_live_parameters": 100_000_000}
+    assert predict(DIA, DIA, ds(3, **small), 2, ADAM, 1)["working"] == pytest.approx(0, abs=10)
+    assert predict(DIA, DIA, ds(3, **small, offload_param={"device": "cpu"}), 2, ADAM, 1)["working"] >= 2e8
+
+
 def test_what_the_backward_pass_has_freed_is_not_added_to_what_the_step_needs():
     """ZeRO-2 in fp32: the step's copy of the gradients, 4 bytes each, is larger than the buckets were."""
     assert predict(DIA, DIA, ds(2, reduce_bucket_size=200_000_000), 4, ADAM, 1)["working"] == 0

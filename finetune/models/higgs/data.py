@@ -220,9 +220,15 @@ class VoiceClips:
         return float(audio + self.config.text_loss * (weights * text).sum())
 
     def rows(
-        self, indices, references: np.ndarray | None = None, answer: bool = True, epoch: int | None = None
+        self,
+        indices,
+        references: np.ndarray | None = None,
+        answer: bool = True,
+        epoch: int | None = None,
+        said: np.ndarray | None = None,
     ) -> list[Row]:
-        """These clips as chats. `references`: dataset rows to use instead of their own references, -1 for none.
+        """These clips as chats. `references`: dataset rows to use instead of their own references, -1 for none; `said`:
+        codes to use instead of the clips' own.
 
         Without `answer` they end where the model begins to speak. `epoch`: the one whose random choices apply; without
         it no reference is dropped, and a cropped one is its beginning.
@@ -234,7 +240,7 @@ class VoiceClips:
         rows = []
         for i, refs, ids in zip(targets, references, self._prompts(indices, references, answer), strict=True):
             segments = [self._reference_codes(i, j, epoch) for j in refs if j >= 0]
-            segments += [self._codes(i)] if answer else []
+            segments += [self._codes(i) if said is None else said] if answer else []
             row = build_row(self.tokens.id(i), ids, segments, self.layout, answer)
             row.weight = 1.0 if self.weights is None else float(self.weights[i])
             rows.append(row)

@@ -78,3 +78,16 @@ def test_a_failure_shows_the_end_of_its_ranks_output_and_keeps_its_folder(tmp_pa
         [output] = tmp_path.glob(f"kept/test_fails0/rank-{number}/output")
         assert str(output) in first and f"what rank {number} said last" in first
     assert str(output.parent.parent) in first and "said last" not in second
+
+
+def test_what_was_skipped_is_said_at_the_end_with_its_reason(tmp_path):
+    skips = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_skips(number):
+    pytest.skip("needs SLURM: ./launch.sh setup --with-slurm" if number else "needs a GPU")
+"""
+    *_, first, second, total = run_tests(tmp_path, test_d=skips).stdout.splitlines()
+    assert first == "skipped 1: needs a GPU" and second == "skipped 2: needs SLURM: ./launch.sh setup --with-slurm"
+    assert total.startswith("3 skipped")

@@ -22,7 +22,7 @@ def speaker(prompts):
 
 def test_two_ranks_share_the_work(tmp_path):
     """Ranks are threads here: all that matters is that they speak at the same time."""
-    both, files = threading.Barrier(2, timeout=60), {}
+    both, files = threading.Barrier(2, timeout=300), {}
 
     def speak(prompts):
         both.wait()

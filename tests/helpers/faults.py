@@ -91,7 +91,7 @@ def kill_all(ranks: list[WarmRank], run: Path) -> list[str]:
     """kill -9 of every rank; returns what they had printed."""
     for rank in ranks:
         os.kill(rank.pid, signal.SIGKILL)
-    _, outputs = support.finish(ranks, timeout=30)
+    _, outputs = support.finish(ranks, timeout=300)
     assert_no_orphans(run)
     return outputs
 

@@ -100,7 +100,7 @@ def test_sigterm_to_one_rank_saves_both_networks_and_resumes(whole, pairs, tmp_p
     ranks = start(run, pairs)
     support.wait_for_step(run, 5)
     ranks[1].send_signal(signal.SIGTERM)
-    codes, outputs = support.finish(ranks, timeout=60)
+    codes, outputs = support.finish(ranks)
     assert codes == [75, 75], outputs[0][-3000:]
     assert_no_orphans(run)
     (stopped,) = [r["step"] for r in support.metrics(run) if r.get("event") == "preempted"]

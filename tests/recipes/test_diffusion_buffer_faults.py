@@ -91,7 +91,7 @@ def test_a_signal_stops_all_ranks_at_one_step_another_shows_where_they_are(whole
     ranks[1].send_signal(signal.SIGUSR2)
     time.sleep(0.5)
     ranks[1].send_signal(signal.SIGTERM)
-    codes, outputs = support.finish(ranks, timeout=60)
+    codes, outputs = support.finish(ranks)
     assert codes == [75, 75], outputs[0][-3000:]
     assert_no_orphans(run)
     assert "diffusion_buffer.py" in (run / "stacks-00001.txt").read_text()

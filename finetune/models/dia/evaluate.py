@@ -67,7 +67,7 @@ def probe(model, clips: Clips, device: torch.device) -> tuple[dict, torch.Tensor
     """
     clip, layout, dia = int(clips.lengths.argmin()), clips.layout, base_model(model)
     batch = to_device(clips.batch([clip]), device)
-    [(said_tc, _)] = speak(model, [clips.text(clip, 0)], PROBE_FRAMES, 0, device)
+    [(said_tc, _)] = speak(model, [batch["input_ids"][0].cpu().numpy()], PROBE_FRAMES, 0, device)
     # Later positions have seen an end that generation may have forced.
     ids_lc, labels_lc = delayed(said_tc, layout, len(said_tc), final=False)
     said = {"decoder_input_ids": torch.from_numpy(ids_lc)[None].to(device)}

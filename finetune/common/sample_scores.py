@@ -22,6 +22,9 @@ from common.config import RunConfig, UserError, flag
 from common.runtime import on_main, on_main_for_long, say
 
 WATCHER = Path(__file__).resolve().parents[2] / "data" / "watch.py"
+# Priority below the training's of what decodes and scores samples. At the lowest one (19) it would hardly ever run on a
+# machine that others keep busy too, and the end of a run waits for it.
+NICE = 10
 PATIENCE = 1800.0  # seconds without a new score after which the end of a run waits no longer
 INCOMPLETE = 60.0  # seconds within which the samples of all ranks must be visible at the end of a run
 BEHIND = 4  # evaluations without scores that are worth a warning
@@ -155,7 +158,7 @@ class SampleScores:
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
         def lower() -> None:
-            os.nice(19)
+            os.nice(NICE)
             if prctl:
                 prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: it ends with the run, however that ends
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.runtime import Process
-from common.sample_scores import asked
+from common.sample_scores import NICE, asked
 
 DECODER = Path(__file__).resolve().parents[2] / "data" / "decode.py"
 
@@ -114,7 +114,7 @@ def start_decoder(files: list[Path], codec: str | None, board: Path, step: int) 
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                preexec_fn=lambda: os.nice(19),
+                preexec_fn=lambda: os.nice(NICE),
             )
     except OSError as error:
         print(f"warning: samples cannot be decoded: {error}", flush=True)

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,7 +142,7 @@ def test_checkpoints_wait_for_their_scores_and_the_best_stays(start, capsys):
 def test_the_watcher_sees_no_gpu_and_yields_to_the_training(start):
     run, scores = start()
     gpus, nice, words = eval((run.folder / "scores" / "seen").read_text())
-    assert (gpus, nice) == ("", 19)
+    assert (gpus, nice) == ("", min(19, os.nice(0) + 10))
     assert words == ["--wer", "x", "--names", "clip-0000", "clip-0002", "--references", "samples/recorded",
                      "--codec-weights", "codec"]  # fmt: skip
     run.finish(9)

@@ -146,7 +146,7 @@ def same_process():
     for name in [name for name, module in sys.modules.items() if module is None and name not in forbidden]:
         del sys.modules[name]
     for number, handler in handlers.items():
-        if signal.getsignal(number) is not handler:
+        if signal.getsignal(number) is not handler:  # changed by this thread, so it may change it back
             signal.signal(number, handler)
     for value, write in settings:
         write(value)

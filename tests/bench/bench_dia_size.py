@@ -3,7 +3,7 @@
     python tests/bench/bench_dia_size.py --size large              dry runs: predicted and measured memory
     python tests/bench/bench_dia_size.py --size real --case lora   the real 1.6B: three bf16 steps, 2 ranks
     python tests/bench/bench_dia_size.py --size real --case full   the same, all weights
-    python tests/bench/bench_dia_size.py --size small --case full --case full_zero2   a test runs these two
+    python tests/bench/bench_dia_size.py --size small --case full --case full_zero2   a test runs the first
 
 The clips are 4 frames long: a CPU without bf16 instructions computes the backward pass at 0.6 GFLOP/s per core.
 Needs up to 27 GB of memory and 4 GB of disk in --scratch.
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune"), str(ROOT / "data")]
 from helpers import support  # noqa: E402
 
-# Encoder and decoder layers, width. About 50 M, 350 M and 1.6 G weights.
+# Encoder and decoder layers, width. About 66 M, 350 M and 1.6 G weights.
 SIZES = {"small": (2, 2, 1 / 2), "large": (6, 6, 3 / 4), "real": (12, 18, 1)}
 
 # 8-bit moments, and a step that copies gradients and unpacks moments of 0.1 G parameters at a time.

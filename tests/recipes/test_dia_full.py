@@ -329,13 +329,12 @@ def test_a_dry_run_foretells_its_memory(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("case", ["full", "full_zero2"])
-def test_the_memory_of_8_bit_adamw_is_foretold(case, tmp_path):
-    """50 M weights: what they take in a step is twice the libraries' memory."""
+def test_the_memory_of_8_bit_adamw_is_foretold(tmp_path):
+    """66 M weights on one rank of ZeRO-3: what they take in a step is twice the libraries' memory."""
     bench = support.ROOT / "tests" / "bench" / "bench_dia_size.py"
-    command = [support.PYTHON, bench, "--size", "small", "--case", case, "--scratch", tmp_path / "scratch"]
+    command = [support.PYTHON, bench, "--size", "small", "--case", "full", "--scratch", tmp_path / "scratch"]
     done = subprocess.run(command, env=support.environment(), capture_output=True, text=True)
-    found = re.search(rf"^{case} +1 +(\S+) +(\S+) +(\S+) ", done.stdout, re.M)
+    found = re.search(r"^full +1 +(\S+) +(\S+) +(\S+) ", done.stdout, re.M)
     assert found, done.stdout[-3000:] + done.stderr[-1000:]
     predicted, measured, ratio = map(float, found.groups())
     assert predicted > 1.5 and ratio == pytest.approx(1, abs=0.1), (predicted, measured)

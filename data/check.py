@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lib.clips import REFERENCES
 from lib.errors import UserError, run
 
 CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")  # not tabs and line ends (become blanks) or NUL (dropped)
@@ -94,7 +95,7 @@ def check_tokens(folder: Path, info: dict, seen: "Seen") -> list[str]:
         id, codes, frames, text = row["id"], row["codes"], row["frames"], row["text"] or ""
         ids[id] += 1
         splits[id] = row.get("split")
-        refs[id] = (row.get("ref"), row.get("ref1"))
+        refs[id] = [row.get(name) for name in REFERENCES]
         for name, counter in counts.items():
             if row.get(name):
                 counter[row[name]] += 1

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from lib.clips import LABELS, Clip, Options, Skipped
+from lib.clips import LABELS, REFERENCES, Clip, Options, Skipped
 from lib.errors import UserError, run
 from lib.pool import Todo, run_workers
 from lib.resume import ClipResult, Finished, Job, clips_key, is_current, load_finished, save_part, unfinished
@@ -383,7 +383,7 @@ def write_tokens(
 
 def reject_without_reference(clips: list[Clip], finished: Finished) -> None:
     for clip in clips:
-        for ref in (clip.ref, clip.ref1):
+        for ref in (getattr(clip, name) for name in REFERENCES):
             if ref and finished.clips[ref].reject and not finished.clips[clip.id].reject:
                 # An empty source, so that this clip is checked again once its reference is repaired.
                 finished.clips[clip.id] = ClipResult("", reject=f"its reference {ref} was rejected")

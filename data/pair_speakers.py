@@ -13,6 +13,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+from lib.clips import REFERENCES
 from lib.errors import UserError, run
 
 
@@ -46,9 +47,13 @@ def main() -> None:
     store.refuse_existing(args.out)
     clips = [summary(row, info) for row in store.read_rows(args.tokens, info)]
     refs = choose_references(clips, args.min_seconds, args.max_seconds, args.seed)
-    voices = {row["id"]: (row["ref"], row["ref1"]) for row in store.read_rows(args.tokens, info) if row.get("ref1")}
-    refs |= {id: first for id, (first, _) in voices.items()}  # a dialogue keeps its own references
-    references = {ref for ref in [*refs.values(), *(second for _, second in voices.values())] if ref}
+    voices = {
+        row["id"]: [row.get(name) for name in REFERENCES]
+        for row in store.read_rows(args.tokens, info)
+        if row.get("ref1")
+    }
+    refs |= {id: names[0] for id, names in voices.items()}  # a dialogue keeps its own references
+    references = {ref for ref in [*refs.values(), *(name for names in voices.values() for name in names)] if ref}
     keep = {id for id, ref in refs.items() if ref or args.allow_no_ref or id in references}
     paired = sum(bool(ref) for ref in refs.values())
     if not paired:

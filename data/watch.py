@@ -100,7 +100,8 @@ class Watcher:
                 continue
             scores[name] = self.score(file, embeddings)
         means = self.means(folder, scores)
-        if embeddings:
+        # Without its silent samples, a step's set would seem too good.
+        if embeddings and (folder.name == "recorded" or len(embeddings) == len(scores)):
             means |= self.frechet(folder.name, embeddings)
         write_json(self.scores / f"{folder.name}.json", {"means": means, "samples": scores})
         print(f"{folder.name}: {json.dumps(means)}", flush=True)
@@ -140,10 +141,10 @@ class Watcher:
         columns: dict[str, list[float]] = {}
         for name, values in scores.items():
             facts = read_facts(folder / f"{name}.json") or {}
-            noted = {
-                "stop_rate": facts.get("ended", facts.get("ended_by_eos")),
-                "duration_ratio": facts.get("duration_ratio"),
-            }
+            stopped = facts.get("ended", facts.get("ended_by_eos"))
+            # An end before the first frame is silence, not a stop: else a model that says nothing would stop best.
+            stopped = None if stopped is None else stopped and facts.get("seconds") != 0
+            noted = {"stop_rate": stopped, "duration_ratio": facts.get("duration_ratio")}
             for key, value in ({key: values.get(key) for key in WORST} | noted).items():
                 if value is not None:
                     columns.setdefault(key, []).append(float(value))

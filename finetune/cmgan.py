@@ -121,6 +121,7 @@ from common import engine, export_check, memory, optim, runs
 from common.checkpoint import load_rank_state
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
+from common.holdout import refuse_overlap
 from common.keyed_random import torch_seed
 from common.metrics import Meter, is_due
 from common.pairs import Crops, PairDataset, open_pairs, split_pairs
@@ -291,6 +292,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     networks = generator, discriminator = build_model(config, ds)
     clips, eval_pairs, eval_rows = build_data(config, process)
     test_pairs = open_pairs(config.test_data, signal.RATE, process) if config.test_data else None
+    if test_pairs:
+        refuse_overlap(clips.pairs, clips.rows, test_pairs, np.arange(len(test_pairs)), config, process)
     plan = Plan(clips.lengths, config.micro_batch * clips.length, config.seed)
     micro_batches_per_step = process.world * config.accumulation
     steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)

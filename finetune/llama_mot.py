@@ -140,7 +140,7 @@ from common.holdout import check_holdout
 from common.metrics import Meter, is_due
 from common.plan import Plan
 from common.report import write_report
-from common.runtime import Process, any_rank, barrier, init_process, on_main, run_main, say, stop_requested
+from common.runtime import Process, any_rank, init_process, on_main, run_main, say, stop_requested
 from common.tokens import open_tokens
 from models.mot.build import (
     PARTS,
@@ -458,8 +458,7 @@ def train(config: Config, process: Process, ds: dict):
         checkpoint = run.load_best(ds_engine, ema, steps)
         export(ds_engine, ema, config, run.folder / "export", clips, checkpoint, process)
         export_check.require_same(run, ema, probe, model, eval_clips or clips)
-    samples.wait_for(decoders)
-    barrier(process)  # the samples of all ranks are on disk
+    samples.wait_for(decoders, process)  # those of all ranks
     run.finish(steps)
     if process.is_main:
         say(f"adapter  {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")

@@ -1,10 +1,12 @@
 import os
+import signal
+import sys
 import threading
 import time
 
 import pytest
 
-from helpers import support
+from helpers import support, warm_ranks
 
 os.environ.update(support.CPU)
 
@@ -93,6 +95,26 @@ def remind(config) -> None:
                 config.pluginmanager.get_plugin("terminalreporter").write_line(f"  ... {seconds:.0f} s in {nodeid}")
 
 
+# ---- what a failed test leaves -----------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failed test shows the last lines of the ranks that it started, and says where their output and its own files
+    are: pytest keeps the folders of the last three sessions."""
+    report = yield
+    if report.failed:
+        for rank in warm_ranks.STARTED[-4:]:
+            output = rank.folder / "output"
+            tail = output.read_text(errors="replace")[-3000:] if output.exists() else ""
+            report.sections.append((f"end of {output}", tail))
+        if folder := getattr(item, "funcargs", {}).get("tmp_path"):
+            report.sections.append(("files of the test", str(folder)))
+    if call.when == "teardown":
+        warm_ranks.STARTED.clear()
+    return report
+
+
 # ---- fixtures --------------------------------------------------------------------------------------------------
 
 
@@ -107,12 +129,44 @@ def seeded():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def same_environment():
-    """What a module's tests and fixtures exported (a rank, "load weights only") does not reach the next module."""
-    before = dict(os.environ)
+def same_process():
+    """Which files share a process is chance, so none leaves anything to the next one: neither what it exported (a rank,
+    "load weights only"), nor forbidden imports, nor ZeRO-3's sharding of every new model, nor settings of torch."""
+    import torch
+
+    environment, folder, path, words = dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv)
+    forbidden = {name for name, module in sys.modules.items() if module is None}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    settings = [(read(), write) for read, write in torch_settings(torch)]
     yield
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:], sys.argv[:] = path, words
+    for name in [name for name, module in sys.modules.items() if module is None and name not in forbidden]:
+        del sys.modules[name]
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:  # changed by this thread, so it may change it back
+            signal.signal(number, handler)
+    for value, write in settings:
+        write(value)
+    if "common.engine" in sys.modules:
+        sys.modules["common.engine"]._hf_ds_config = None
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def torch_settings(torch) -> list[tuple]:
+    """How to read and to write settings that hold for the whole process."""
+    return [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (lambda: torch.backends.cudnn.allow_tf32, lambda value: setattr(torch.backends.cudnn, "allow_tf32", value)),
+    ]
 
 
 @pytest.fixture(autouse=True)

@@ -450,6 +450,12 @@ add("pesq-worker-died", "finetune/common/scorer.py", 'value, reason = float("nan
 add("memory-gradients", "finetune/common/memory.py", "* trained / (world if stage >= 2 else 1)",
     "* trained / (world if stage >= 1 else 1)", "ZeRO-1 is predicted to split gradients",
     "common/test_memory.py::test_full_tuning_is_split_as_the_stage_says")
+add("memory-8-bit-step", "finetune/common/optim.py", "return 20.0 if device_type", "return 0.0 if device_type",
+    "8-bit AdamW on a CPU takes 2 GB more than predicted per 0.1 G weights that it updates at once",
+    "common/test_memory.py::test_8_bit_adamw_unpacks_what_it_updates_on_a_cpu_and_nothing_on_a_gpu")
+add("memory-sub-group", "finetune/common/memory.py", '1e9) + largest / world}', '1e9)}',
+    "sub-groups are larger than their size by a parameter",
+    "common/test_memory.py::test_a_step_unpacks_a_partition_a_sub_group_or_a_parameter")
 add("memory-4-bit", "finetune/common/memory.py", "return quantised.shape.numel() if quantised else",
     "return parameter.numel() if quantised else", "4-bit weights count as half their number",
     "common/test_memory.py::test_packed_weights_count_with_their_true_size")
@@ -612,6 +618,14 @@ add("higgs-dropout-by-batch", FILE, 'keyed.uniform(seed, epoch, name, "reference
     HIGGS + "test_a_reference_is_cropped_and_dropped_by_clip_and_epoch_alone")
 add("higgs-dialogue-tags", "finetune/models/higgs/text.py", 'f"[SPEAKER{number}] {mark}" if voices > 1 else mark',
     "mark", "a dialogue's references are not told apart", HIGGS + "test_a_dialogue_is_the_processors")
+add("export-other-codes", "finetune/infer/check_export.py", "if float(others) > OTHER_CODES", "if 0 > OTHER_CODES",
+    "an export may say other codes than the engine",
+    "recipes/test_export_check.py::test_an_export_that_would_say_something_else_is_refused")
+add("higgs-third-voice", FILE, 'REFERENCES = ("ref", "ref1", "ref2", "ref3")', 'REFERENCES = ("ref", "ref1")',
+    "the third voice of a dialogue is not heard", HIGGS + "test_four_voices_are_the_processors")
+add("silent-model-stops-best", "data/watch.py", 'stopped and facts.get("seconds") != 0', "stopped",
+    "a model that says nothing has the best stop rate",
+    "data/test_watch.py::test_an_end_before_the_first_frame_is_no_stop")
 add("higgs-codebook-weights", FILE, "return weights / weights.mean()", "return weights",
     "--codebook-weights change the loss's scale", HIGGS + "test_codebook_weights_have_a_mean_of_one")
 add("higgs-other-voice", FILE, "(speakers != speakers[clip])", "(speakers == speakers[clip])",

@@ -245,7 +245,7 @@ def test_a_signal_before_training_leaves_nothing_behind(tmp_path):
     )
     time.sleep(2)  # DeepSpeed's runner is still importing: no rank has started
     started.terminate()
-    output, _ = started.communicate(timeout=90)
+    output, _ = started.communicate(timeout=300)
     assert started.returncode != 0, output
     deadline = time.time() + 35
     while subprocess.run(["pgrep", "-f", str(tmp_path)], stdout=subprocess.DEVNULL, check=False).returncode == 0:

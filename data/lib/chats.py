@@ -5,7 +5,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lib.clips import Clip, Options, as_seconds, as_text, as_weight, clip_id, inside, json_samples, read_text
+from lib.clips import (
+    REFERENCES,
+    Clip,
+    Options,
+    as_seconds,
+    as_text,
+    as_weight,
+    clip_id,
+    inside,
+    json_samples,
+    read_text,
+)
 from lib.errors import UserError
 
 
@@ -34,13 +45,18 @@ def read_chatml(source: Path, options: Options) -> Iterator[Clip]:
 
 def reference_turns(before: list[dict]) -> list[dict]:
     """The references among the turns before the target: the last one, or in a dialogue the last of each speaker, whose
-    texts begin with [SPEAKER0] and [SPEAKER1]; the tags are removed."""
+    texts begin with [SPEAKER0], [SPEAKER1] and so on; the tags are removed."""
     tagged = {}
     for turn in before:
-        match = re.match(r"\[SPEAKER([01])\]\s*(.*)", turn["text"] or "", re.DOTALL)
+        match = re.match(r"\[SPEAKER(\d)\]\s*(.*)", turn["text"] or "", re.DOTALL)
         if match:
-            tagged[match[1]] = turn | {"text": match[2]}
-    return [tagged["0"], tagged["1"]] if len(tagged) == 2 else before[-1:]
+            tagged[int(match[1])] = turn | {"text": match[2]}
+    return [tagged[number] for number in sorted(tagged)] if is_dialogue(tagged) else before[-1:]
+
+
+def is_dialogue(tagged) -> bool:
+    """Whether these numbers are those of two or more speakers, from [SPEAKER0] on without a gap."""
+    return 2 <= len(tagged) <= len(REFERENCES) and sorted(tagged) == list(range(len(tagged)))
 
 
 def spoken_turns(sample: dict, where: str) -> list[dict]:
@@ -121,9 +137,11 @@ def with_references(pairs: list[tuple[Clip, list[Clip | None]]]) -> Iterator[Cli
     extra = {}
     for target, references in pairs:
         voices = [reference for reference in references if reference is not None]
-        if voices and references[0] is None:
-            raise UserError(f"clip {target.id} has a reference for [SPEAKER1] but none for [SPEAKER0]")
-        for label, reference in zip(("ref", "ref1"), voices, strict=False):
+        missing = next((number for number, reference in enumerate(references) if reference is None), len(references))
+        if missing < len(voices):
+            later = next(number for number in range(missing, len(references)) if references[number] is not None)
+            raise UserError(f"clip {target.id} has a reference for [SPEAKER{later}] but none for [SPEAKER{missing}]")
+        for label, reference in zip(REFERENCES, voices, strict=False):
             span = content_span(reference)
             if ids.get(span) == target.id:
                 raise UserError(f"clip {target.id} is its own reference: {reference.recording}")

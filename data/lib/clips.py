@@ -14,8 +14,9 @@ from lib.errors import UserError
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aiff", ".aif", ".au", ".w64", ".caf")
 # Sound that soundfile cannot read. Such a file is named, never passed over in silence.
 UNREADABLE_SUFFIXES = (".m4a", ".m4b", ".mp4", ".aac", ".webm", ".mka", ".mkv", ".wma", ".amr", ".ac3")
-LABELS = ("speaker", "lang", "group", "split", "ref", "ref1", "scene", "aspects")
-MANIFEST_LABELS = [label for label in LABELS if label not in ("ref", "ref1", "aspects")]
+REFERENCES = ("ref", "ref1", "ref2", "ref3")  # of [SPEAKER0], [SPEAKER1], ... in a dialogue; `ref` is any other clip's
+LABELS = ("speaker", "lang", "group", "split", *REFERENCES, "scene", "aspects")
+MANIFEST_LABELS = [label for label in LABELS if label not in (*REFERENCES, "aspects")]
 TEXT_NAMES = ("text", "caption", "transcript", "transcription", "sentence", "prompt")
 ID_NAMES = ("id", "ytid")
 AUDIO_NAMES = ("audio", "audio_file", "file", "file_name", "path")
@@ -36,7 +37,9 @@ class Clip:
     group: str | None = None  # clips of one group must all be in train or all in eval
     split: str | None = None
     ref: str | None = None  # id of the reference clip, whose voice is to be cloned; [SPEAKER0]'s in a dialogue
-    ref1: str | None = None  # in a dialogue: id of the reference clip of [SPEAKER1]
+    ref1: str | None = None  # in a dialogue: ids of the reference clips of [SPEAKER1], [SPEAKER2] and [SPEAKER3]
+    ref2: str | None = None
+    ref3: str | None = None
     scene: str | None = None
     aspects: str | None = None  # what MusicCaps lists about the sound, as a JSON list of texts
     weight: float | None = None  # of its loss; None: 1

@@ -19,6 +19,7 @@ from lib.clips import (
     AUDIO_SUFFIXES,
     ID_NAMES,
     MANIFEST_LABELS,
+    REFERENCES,
     TEXT_NAMES,
     UNREADABLE_SUFFIXES,
     Clip,
@@ -104,15 +105,15 @@ def read_folder(source: Path, options: Options) -> Iterator[Clip | Skipped]:
 def read_jsonl(source: Path, options: Options) -> Iterator[Clip]:
     """One JSON object per line: id, audio (or codes), text or text_file; optionally start, end and labels.
 
-    Voice-cloning manifests add ref_audio and ref_text, for a dialogue also ref1_audio and ref1_text, and may name the
-    clip target_audio and target_text. audio_codes, ref_audio_codes and ref1_audio_codes hold the codes themselves.
+    Voice-cloning manifests add ref_audio and ref_text, for a dialogue also ref1_audio and ref1_text (up to ref3_), and
+    may name the clip target_audio and target_text. audio_codes, ref_audio_codes and so on hold the codes themselves.
     """
     root = options.audio_root or source.parent
     pairs = []
     for number, item in jsonl_objects(source):
         where = f"{source}:{number}"
         item = {name.removeprefix("target_"): value for name, value in item.items()}
-        references = [manifest_reference(item, name, root, where, source, number) for name in ("ref_", "ref1_")]
+        references = [manifest_reference(item, f"{name}_", root, where, source, number) for name in REFERENCES]
         pairs.append((manifest_clip(item, root, where, source, number), references))
     yield from with_references(pairs)
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.config import RunConfig, UserError
 from common.ds_config import REDUCE_BUCKET, offloads_optimizer, resolve_ds, stage_of
-from common.optim import state_bytes_per_weight
+from common.optim import state_bytes_per_weight, step_bytes_per_weight
 from common.runtime import Process, any_rank, memory_gb, resident_bytes, say
 
 # What libraries and DeepSpeed's engine still add to a CPU process when its model and data are there; measured.
@@ -61,15 +61,26 @@ def packed_bytes(parameter) -> int:
     return {None: 0, 4: size // 2 + 4 * -(-size // 64) + 16 * 4, 8: size + 4 * len(parameter)}[bits]
 
 
-def predict(total: int, trained: int, ds: dict, width: int, state_bytes: float, world: int) -> dict[str, float]:
+def predict(
+    total: int,
+    trained: int,
+    ds: dict,
+    width: int,
+    state_bytes: float,
+    world: int,
+    step_bytes: float = 0.0,
+    largest: int = 0,
+) -> dict[str, float]:
     """Bytes per rank on the device and (with offload) in host memory, without activations.
 
     `width`: bytes of a compute weight and of its gradient, 2 for bf16 and 4 for fp32. An fp32 master weight takes 4
     bytes (stage 0 has none) and the optimizer states `state_bytes` more; these are split over the ranks from stage 1
     on, gradients from stage 2 on, weights in stage 3. The step needs fp32 gradients: those that stage 2 has added up in
-    fp32 are used as they are, others are copied, in stage 3 one sub-group at a time. "working": what the backward pass
-    needs besides, namely buckets that gradients are reduced in, and in stage 3 the gathered weights. Compared with
-    measurements by tests/bench/bench_dia_size.py.
+    fp32 are used as they are, others are copied, in stage 3 one sub-group at a time. A sub-group is complete when it
+    reaches its size, so it is larger by up to the `largest` trained parameter. `step_bytes`: what the optimizer makes
+    besides, per weight that it updates at once. "working": what the backward pass needs besides, namely buckets that
+    gradients are reduced in, and in stage 3 the gathered weights. Compared with measurements by
+    tests/bench/bench_dia_size.py.
     """
     zero, stage, offload = ds["zero_optimization"], stage_of(ds), offloads_optimizer(ds)
     summed = max(width, 4 if ds.get("data_types", {}).get("grad_accum_dtype") == "fp32" else 0)
@@ -77,25 +88,30 @@ def predict(total: int, trained: int, ds: dict, width: int, state_bytes: float, 
     shared = trained / (world if stage >= 1 else 1)
     weights = width * total / (world if stage == 3 else 1)
     gradients = summed * trained / (world if stage >= 2 else 1)
-    copied = 4 * min(shared, _size(zero, "sub_group_size", 1e9) if stage == 3 else shared) if stage else 0.0
+    at_once = {0: largest, 3: _size(zero, "sub_group_size", 1e9) + largest / world}.get(stage, shared)
+    at_once = min(shared, at_once)
     in_place = stage == 2 and summed > width
     masters = 4 * shared if stage else 0.0
-    optimizer = masters + state_bytes * shared + (0 if in_place and not offload else copied)
+    step = step_bytes * at_once + (4 * at_once if stage and (offload or not in_place) else 0)
+    optimizer = masters + state_bytes * shared + step
     bucket = min(trained, _size(zero, "reduce_bucket_size", REDUCE_BUCKET))
     if stage == 3:
-        working = width * min(total, _size(zero, "stage3_max_live_parameters", 1e9)) + sent * bucket
+        live = min(total, _size(zero, "stage3_max_live_parameters", 1e9))
+        if world == 1 and not _offloads_weights(zero):
+            live = 0  # they are used where they are
+        working = width * live + sent * bucket
     else:
         # One buffer, or two, and a copy of what is sent, if need be in fp32; gone before the step copies the gradients.
         buffers = (2 if zero.get("overlap_comm") and bucket < trained else 1) if stage else 0
         copies = width + (sent if sent > width else 0) if stage or world > 1 else 0
         working = (buffers * width + copies) * bucket
-        working = max(0.0, working - (0 if in_place or offload else copied))
+        working = max(0.0, working - (0 if offload else step))
     host = 0.0
     if offload:
         host, optimizer = host + optimizer, 0.0
         if not in_place:  # fp32 sums of stage 2 stay on the device until the step
             host, gradients = host + gradients, 0.0
-    if zero.get("offload_param", {}).get("device", "none") != "none":
+    if _offloads_weights(zero):
         host, weights = host + weights, 0.0
     return {"device": weights + gradients + optimizer, "host": host, "working": working}
 
@@ -123,6 +139,10 @@ def checkpoint_bytes(trained: int, ds: dict, width: int, state_bytes: float, ema
     return trained * (4 + state_bytes + (4 if ema else 0) + (width if stage_of(ds) < 3 else 0))
 
 
+def _offloads_weights(zero: dict) -> bool:
+    return zero.get("offload_param", {}).get("device", "none") != "none"
+
+
 def _size(zero: dict, key: str, default: float) -> float:
     value = zero.get(key, default)
     return default if value == "auto" else value
@@ -132,7 +152,10 @@ def report_prediction(model, optimizer, ds: dict, config: RunConfig, process: Pr
     """Prints the size of the model and the predicted memory; returns the bytes per rank without activations."""
     total, trained = count_parameters(model)
     width = 2 if config.engine_precision == "bf16" else 4
-    need = predict(total, trained, ds, width, state_bytes_per_weight(optimizer), process.world)
+    largest = max((_true_size(p) for p in model.parameters() if p.requires_grad), default=0)
+    step_bytes = step_bytes_per_weight(optimizer, process.device.type)
+    states = state_bytes_per_weight(optimizer)
+    need = predict(total, trained, ds, width, states, process.world, step_bytes, largest)
     need["device"] -= quantised_savings(model, width)
     shown = {place: size / 2**30 for place, size in need.items()}
     needs = need["device"] + need["working"]

@@ -108,6 +108,12 @@ def state_bytes_per_weight(optimizer) -> float:
     return sum(state.element_size() for state in optimizer_state(optimizer).values())
 
 
+def step_bytes_per_weight(optimizer, device_type: str) -> float:
+    """Temporary bytes of a step, per weight of the tensor that it updates. On a CPU, bitsandbytes unpacks both moments
+    and makes a gradient and two intermediate results, all in fp32; the other optimizers here update in place."""
+    return 20.0 if device_type == "cpu" and type(optimizer).__module__.startswith("bitsandbytes.") else 0.0
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------
 
 

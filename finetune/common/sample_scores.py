@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Literal
 
 from common.config import RunConfig, UserError, flag
-from common.runtime import on_main, on_main_for_long, say, still_alive
+from common.runtime import on_main, on_main_for_long, say
 
 WATCHER = Path(__file__).resolve().parents[2] / "data" / "watch.py"
+# Priority below the training's of what decodes and scores samples. At the lowest one (19) it would hardly ever run on a
+# machine that others keep busy too, and the end of a run waits for it.
+NICE = 10
 PATIENCE = 1800.0  # seconds without a new score after which the end of a run waits no longer
 INCOMPLETE = 60.0  # seconds within which the samples of all ranks must be visible at the end of a run
 BEHIND = 4  # evaluations without scores that are worth a warning
@@ -128,15 +131,19 @@ class SampleScores:
         command += [word for name in references for word in ("--references", f"samples/{name}")]
         codec = clips.tokens.info["weights"]
         command += ["--codec-weights", codec] if codec else []
-        scored = on_main(lambda: self._start(command), run.process)
+        on_main_for_long(lambda tick: self._start(command, tick), run.process)  # its models may take minutes to load
         run.at_end.append(self.close)
-        for step, value in scored if self.decide else []:  # those that came after the checkpoint was saved
-            run.is_best(step, value)
+        for step, value in on_main(self._scored, run.process) if self.decide else []:
+            run.is_best(step, value)  # those that came after the checkpoint was saved
 
-    def _start(self, command: list) -> list:
-        """Starts the watcher and waits until it has loaded its models; returns the scores in index.json."""
+    def _scored(self) -> list:
+        """The scores in index.json."""
         from common.checkpoint import read_index
 
+        return [(entry["step"], entry["score"]) for entry in read_index(self.run.checkpoints)]
+
+    def _start(self, command: list, tick) -> None:
+        """Starts the watcher and waits until it has loaded its models."""
         run = self.run
         noted = run.events("scores")
         for folder in sorted((run.folder / "samples").glob("step-*")):
@@ -151,7 +158,7 @@ class SampleScores:
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
         def lower() -> None:
-            os.nice(10)
+            os.nice(NICE)
             if prctl:
                 prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: it ends with the run, however that ends
 
@@ -163,9 +170,8 @@ class SampleScores:
             if self.watcher.poll() is not None:
                 lines = (self.folder / "watch.log").read_text(encoding="utf-8").strip().splitlines()
                 raise UserError(f"samples cannot be scored: {''.join(lines[-1:]).removeprefix('error: ')}")
-            still_alive()
+            tick()
             time.sleep(0.05)
-        return [(entry["step"], entry["score"]) for entry in read_index(run.checkpoints)]
 
     def expect(self, step: int, evaluated: bool) -> None:
         """The samples of this step are taken. If they decide, the checkpoint saved next waits for its score."""

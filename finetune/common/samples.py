@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 
-from common.runtime import Process
-from common.sample_scores import asked
+from common.runtime import Process, any_rank
+from common.sample_scores import NICE, asked
 
+DECODING_SECONDS = 900.0
 DECODER = Path(__file__).resolve().parents[2] / "data" / "decode.py"
 
 
@@ -114,16 +116,23 @@ def start_decoder(files: list[Path], codec: str | None, board: Path, step: int) 
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                preexec_fn=lambda: os.nice(10),
+                preexec_fn=lambda: os.nice(NICE),
             )
     except OSError as error:
         print(f"warning: samples cannot be decoded: {error}", flush=True)
         return None
 
 
-def wait_for(decoders: list) -> None:
+def wait_for(decoders: list, process: Process) -> None:
+    """Waits until the samples of all ranks are decoded, or for DECODING_SECONDS: on a busy machine that takes long, and
+    they are decoded after the run too. Every rank must call it: those that have finished hear that others have not."""
+    decoders, until = [decoder for decoder in decoders if decoder], time.monotonic() + DECODING_SECONDS
+    while any_rank(time.monotonic() < until and any(decoder.poll() is None for decoder in decoders), process):
+        time.sleep(0.1)
     for decoder in decoders:
-        if decoder and decoder.wait():
+        if decoder.poll() is None:
+            print(f"warning: samples in {decoder.args[-1].parent} are still being decoded", flush=True)
+        elif decoder.returncode:
             print(f"warning: decoding samples failed; see {decoder.args[-1].parent}/decode.log", flush=True)
 
 

@@ -38,7 +38,7 @@ def parse_args():
         type=Path,
         action="append",
         default=[],
-        help="recording of the voice to clone; give it again for the second voice of a dialogue",
+        help="recording of the voice to clone; give it again for each further voice of a dialogue, up to four",
     )
     add(
         "--ref-text",
@@ -48,7 +48,7 @@ def parse_args():
         default=[],
         help="transcript of the recording; not needed after training with --voices-in scene",
     )
-    add("--text", help="text to speak; in a dialogue each turn begins with [SPEAKER0] or [SPEAKER1]")
+    add("--text", help="text to speak; in a dialogue each turn begins with [SPEAKER0], [SPEAKER1], ...")
     add("--scene", help="description of the recording scene (default: a quiet room)")
     add("--wav", help="output file")
     add("--codec", help="codec: hub id or folder (default: that of the training data)")

@@ -502,7 +502,7 @@ def test_what_one_rank_could_not_write_is_an_error_on_all_and_no_checkpoint(tmp_
     shutil.copy(__file__, tmp_path / "test_checkpoint_helper.py")
     script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
     script.write_text(TWO_RANKS.format(path=[str(tmp_path), *sys.path], folder=str(folder), write=repr(write)))
-    codes, outputs = support.finish(support.start_ranks(script, []), timeout=90)
+    codes, outputs = support.finish(support.start_ranks(script, []), timeout=300)
     assert codes == [0, 0], outputs[0][-2000:]
     for output in outputs:
         refused = output.splitlines()[-1]

@@ -29,7 +29,7 @@ def test_building_overlaps_with_computing():
         return n
 
     for n in prefetch(build, range(8), CPU):
-        assert begun[n + 1].wait(timeout=60), "the next batch is built while this one is used"
+        assert begun[n + 1].wait(timeout=300), "the next batch is built while this one is used"
 
 
 def test_no_more_than_depth_batches_wait():

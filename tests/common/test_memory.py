@@ -1,5 +1,6 @@
 """The memory prediction against figures worked out by hand: 16 bytes per trained parameter, and more."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from common.memory import (
     quantised_savings,
     saved_bytes,
 )
+from common.optim import step_bytes_per_weight
 from common.runtime import Process, resident_bytes
 
 DIA = 1_611_160_576
@@ -104,6 +106,12 @@ def test_buckets_are_counted_in_the_precision_that_is_sent(communication, stage,
     assert predict(DIA, DIA, resolved, 2, ADAM, 16)["working"] == expected
 
 
+def test_a_single_rank_of_zero3_gathers_only_weights_that_are_offloaded():
+    small = {"reduce_bucket_size": 1, "stage3_max_live_parameters": 100_000_000}
+    assert predict(DIA, DIA, ds(3, **small), 2, ADAM, 1)["working"] == pytest.approx(0, abs=10)
+    assert predict(DIA, DIA, ds(3, **small, offload_param={"device": "cpu"}), 2, ADAM, 1)["working"] >= 2e8
+
+
 def test_what_the_backward_pass_has_freed_is_not_added_to_what_the_step_needs():
     """ZeRO-2 in fp32: the step's copy of the gradients, 4 bytes each, is larger than the buckets were."""
     assert predict(DIA, DIA, ds(2, reduce_bucket_size=200_000_000), 4, ADAM, 1)["working"] == 0
@@ -127,6 +135,36 @@ def test_zero2_offload_keeps_fp32_sums_of_gradients_on_the_device():
     fp32, bf16 = (predict(DIA, DIA, ds(2, sums, offload_optimizer=cpu), 2, ADAM, 4) for sums in ("fp32", "bf16"))
     assert fp32["device"] == pytest.approx(DIA * (2 + 4 / 4)) and bf16["device"] == pytest.approx(DIA * 2)
     assert fp32["host"] == pytest.approx(DIA * 16 / 4) and bf16["host"] == pytest.approx(DIA * 18 / 4)
+
+
+def test_8_bit_adamw_unpacks_what_it_updates_on_a_cpu_and_nothing_on_a_gpu():
+    """Of 20 bytes per weight, counted by torch's profiler in a step of bitsandbytes' own optimizer."""
+    from bitsandbytes.optim import AdamW8bit
+    from torch.profiler import ProfilerActivity, profile
+
+    def step_peak(make, weights):
+        parameter = nn.Parameter(torch.zeros(weights))
+        optimizer = make([parameter])
+        parameter.grad = torch.ones(weights)
+        optimizer.step()  # makes the states
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            optimizer.step()
+        sizes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(itertools.accumulate(sizes)), optimizer
+
+    weights = 2**18
+    for make in (lambda p: AdamW8bit(p, lr=1e-3), lambda p: torch.optim.AdamW(p, fused=True)):
+        peak, optimizer = step_peak(make, weights)
+        assert peak / weights == pytest.approx(step_bytes_per_weight(optimizer, "cpu"), abs=0.1)
+        assert step_bytes_per_weight(optimizer, "cuda") == 0
+
+
+@pytest.mark.parametrize(("stage", "updated"), [(2, DIA / 4), (3, 1e8 + 33_554_432 / 4), (0, 33_554_432)])
+def test_a_step_unpacks_a_partition_a_sub_group_or_a_parameter(stage, updated):
+    """`updated`: weights per rank of 4. A sub-group ends with the parameter that makes it large enough."""
+    zero = ds(stage, sub_group_size=100_000_000, reduce_bucket_size=1)
+    plain, unpacked = (predict(DIA, DIA, zero, 4, 2, 4, extra, 33_554_432)["device"] for extra in (0, 20))
+    assert unpacked - plain == pytest.approx(20 * updated)
 
 
 def test_a_sub_group_of_stage_3_bounds_the_fp32_gradient():

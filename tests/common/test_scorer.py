@@ -38,7 +38,7 @@ def test_scores_come_in_order_and_a_bad_sound_costs_only_its_own(scorer):
 def test_a_score_that_never_comes_is_a_missing_label(monkeypatch):
     monkeypatch.setattr(scorer_module, "TIMEOUT", 0.2)
     slow = Scorer(1)
-    values, reasons = collect([slow.pool.submit(time.sleep, 2)])
+    values, reasons = collect([slow.pool.submit(time.sleep, 5)])
     assert np.isnan(values).all() and reasons == ["TimeoutError"]
     slow.close()
 

@@ -58,6 +58,18 @@ def test_samples_are_decoded_and_scored_and_a_silent_one_gets_the_worst(script, 
     assert facts["wer"] == 0.5 and facts["heard"] == "one" and "silent" in facts
 
 
+def test_an_end_before_the_first_frame_is_no_stop(script, run, dac):
+    for name, seconds in zip(NAMES, (0.7, 0.0), strict=True):
+        facts = {"name": name, "text": "one two", "ended_by_eos": True, "seconds": seconds, "duration_ratio": 1.0}
+        (run / f"samples/step-00000004/{name}.json").write_text(json.dumps(facts))
+    assert watch(script, run, "--codec-weights", dac)["step-00000004"]["means"]["stop_rate"] == 0.5
+
+
+def test_a_set_with_a_silent_sample_has_no_frechet_distance(script, run, dac, clap):
+    means = watch(script, run, "--codec-weights", dac, "--embedder", clap)["step-00000004"]["means"]
+    assert "frechet" not in means and "caption" in means
+
+
 def test_nothing_is_scored_before_the_samples_of_all_ranks_are_there(script, run, dac):
     (run / "samples/step-00000004/clip-0003.json").unlink()
     assert set(watch(script, run, "--codec-weights", dac)) == {"recorded"}

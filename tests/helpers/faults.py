@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import checkpoint
+from common.metrics import Tracker
 from common.runtime import Process
 from helpers import support
 from helpers.warm_ranks import WarmRank
@@ -64,11 +65,33 @@ def wait_for_checkpoint(run: Path, step: int, timeout: float = 180) -> None:
     raise TimeoutError(f"{run} has no checkpoint of step {step}")
 
 
+def start_and_halt(script: Path, arguments: list, run: Path, step: int, saved: int) -> list[WarmRank]:
+    """Starts two ranks, of which the second does nothing more after it has logged this step. Returns when they are
+    there and have saved step `saved`: however busy the machine is, they go no further before they are killed."""
+    more = {"WARM_RANK_FIRST": "helpers.faults:halt_after_step", "HALT_AFTER": str(step)}
+    ranks = support.start_ranks(script, arguments, **more)
+    support.wait_for_step(run, step)
+    wait_for_checkpoint(run, saved)
+    return ranks
+
+
+def halt_after_step() -> None:
+    """In a rank: see start_and_halt. Checkpoints are written by other threads, without the ranks' help."""
+    log = Tracker.step
+
+    def step(tracker, number: int, values: dict) -> None:
+        log(tracker, number, values)
+        while number == int(os.environ["HALT_AFTER"]) and tracker.process.rank == 1:
+            time.sleep(1)
+
+    Tracker.step = step
+
+
 def kill_all(ranks: list[WarmRank], run: Path) -> list[str]:
     """kill -9 of every rank; returns what they had printed."""
     for rank in ranks:
         os.kill(rank.pid, signal.SIGKILL)
-    _, outputs = support.finish(ranks, timeout=30)
+    _, outputs = support.finish(ranks, timeout=300)
     assert_no_orphans(run)
     return outputs
 

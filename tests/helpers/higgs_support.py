@@ -52,14 +52,15 @@ def weighted(demo, folder) -> str:
     return str(write_tokens(folder, clips, columns=columns, **FACTS))
 
 
-def dialogues(demo, folder, *rows: tuple[str, str, str, str]) -> str:
-    """A dataset of (id, text, ref, ref1) with the demo's codes of that id; an empty text is the demo's own."""
+def dialogues(demo, folder, *rows: tuple[str, ...]) -> str:
+    """A dataset of (id, text, ref, ref1, ...) with the demo's codes of that id; an empty text is the demo's own."""
     from helpers.support import write_tokens
 
     source = TokenDataset(str(demo / "tokens/train"))
     at = {source.id(i): i for i in range(len(source))}
     clips = [{"id": id, "text": text or source.text(at[id]), "codes": source.codes(at[id])} for id, text, *_ in rows]
-    columns = {"ref": [row[2] for row in rows], "ref1": [row[3] for row in rows]}
+    names = ("ref", "ref1", "ref2", "ref3")[: len(rows[0]) - 2]
+    columns = {name: [row[2 + n] for row in rows] for n, name in enumerate(names)}
     return str(write_tokens(folder, clips, columns=columns, **FACTS))
 
 

@@ -47,7 +47,7 @@ def start_ranks(script: Path, arguments: list, world: int = 2, **more) -> list[W
     return [warm_ranks.start(script, arguments, rank_environment(rank, world, port) | more) for rank in range(world)]
 
 
-def finish(ranks: list[WarmRank], timeout: float = 300) -> tuple[list[int], list[str]]:
+def finish(ranks: list[WarmRank], timeout: float = 600) -> tuple[list[int], list[str]]:
     """Exit codes and outputs of all ranks."""
     try:
         outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]

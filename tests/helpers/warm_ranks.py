@@ -62,6 +62,7 @@ class WarmRank:
         self.send_signal(signal.SIGKILL)
 
 
+STARTED: list[WarmRank] = []  # by the test that runs now
 _server = None
 
 
@@ -81,7 +82,8 @@ def start(script: Path, arguments: list[str], environment: dict, stdin: Path | s
     command = [str(script), *map(str, arguments)]
     job = {"command": command, "environment": environment, "folder": str(folder), "stdin": str(stdin)}
     print(json.dumps(job), file=_server.stdin, flush=True)
-    return WarmRank(int(_server.stdout.readline()), folder)
+    STARTED.append(WarmRank(int(_server.stdout.readline()), folder))
+    return STARTED[-1]
 
 
 # ---- in the process that forks ---------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from helpers.faults import (
     kill_all,
     kill_all_while_saving,
     processes_of,
-    wait_for_checkpoint,
+    start_and_halt,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
@@ -84,9 +84,7 @@ def start(run, pairs):
 @pytest.mark.quick
 def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, pairs, tmp_path):
     run = tmp_path / "run"
-    ranks = start(run, pairs)
-    support.wait_for_step(run, 6)
-    wait_for_checkpoint(run, 4)
+    ranks = start_and_halt(SCRIPT, job(run, pairs), run, step=6, saved=4)
     assert len(processes_of(run)) >= 4  # two ranks, each with a scorer
     kill_all(ranks, run)
     outputs = kill_all_while_saving(SCRIPT, job(run, pairs), run, 8)
@@ -102,7 +100,7 @@ def test_sigterm_to_one_rank_saves_both_networks_and_resumes(whole, pairs, tmp_p
     ranks = start(run, pairs)
     support.wait_for_step(run, 5)
     ranks[1].send_signal(signal.SIGTERM)
-    codes, outputs = support.finish(ranks, timeout=60)
+    codes, outputs = support.finish(ranks)
     assert codes == [75, 75], outputs[0][-3000:]
     assert_no_orphans(run)
     (stopped,) = [r["step"] for r in support.metrics(run) if r.get("event") == "preempted"]

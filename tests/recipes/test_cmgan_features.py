@@ -64,11 +64,12 @@ def finished(pairs, ranks, scorer, tmp_path_factory):
     """A run with everything on that a user would look at."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     config = cmgan.Config(
-        **{**TINY, "data": str(pairs), "out": str(folder), "samples": 1, "ema": 0.9, "test_data": str(pairs)}
+        **{**TINY, "data": str(pairs), "out": str(folder), "samples": 1, "ema": 0.9}
         | {"steps": 3, "eval_every": 1, "save_every": 2}
     )
-    test_only = support.write_pairs(folder.parent / "test", [row(PairDataset(str(pairs), 16000), i) for i in range(2)])
-    config.test_data = str(test_only)
+    data = PairDataset(str(pairs), 16000)
+    held_out = data.rows_starting(config.hold_out)[:2]
+    config.test_data = str(support.write_pairs(folder.parent / "test", [row(data, i) for i in held_out]))
     cmgan.train(config, ranks, resolve_ds(config.ds, config, 1), scorer)
     return folder
 
@@ -408,6 +409,14 @@ def test_mistakes_are_one_sentence(trained, changes, sentence):
     with pytest.raises(UserError, match=sentence) as error:
         trained(**changes)
     assert "\n" not in str(error.value)
+
+
+def test_a_test_clip_that_is_trained_on_is_refused(trained, pairs, tmp_path):
+    data = PairDataset(str(pairs), 16000)
+    [first, *_] = [i for i in range(len(data)) if i not in data.rows_starting(TINY["hold_out"])]
+    renamed = support.write_pairs(tmp_path / "test", [row(data, first) | {"id": "another"}])
+    with pytest.raises(UserError, match="clip 'another' is trained on: its sound is that of clip"):
+        trained(test_data=str(renamed))
 
 
 @pytest.mark.distributed

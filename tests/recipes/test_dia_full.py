@@ -1,9 +1,8 @@
 """The full-weight Dia recipe with two real ranks, compared with plain PyTorch in one process."""
 
 import json
-import os
 import re
-import signal
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +20,7 @@ from common.tokens import TokenDataset
 from helpers import support
 from helpers.dia_plain import train_plain
 from helpers.dia_support import stereo_tokens
-from helpers.faults import assert_same_run
+from helpers.faults import assert_same_run, kill_one, start_and_halt
 from helpers.rank_server import Runs
 from models.dia import weights as dia_weights
 from models.dia.data import Clips
@@ -315,14 +314,10 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(demo, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     codes, outputs = support.finish(support.start_ranks(recipe, [*job, "--out", whole]))
     assert codes == [0, 0], outputs[0][-3000:]
-    ranks = support.start_ranks(recipe, [*job, "--out", run])
-    support.wait_for_step(run, 6)
-    os.kill(ranks[1].pid, signal.SIGKILL)
-    codes, _ = support.finish(ranks, timeout=60)
-    assert codes[1] == -signal.SIGKILL and codes[0] != 0
+    kill_one(start_and_halt(recipe, [*job, "--out", run], run, step=6, saved=4), run)
     codes, outputs = support.finish(support.start_ranks(recipe, [*job, "--out", run]))
     assert codes == [0, 0], outputs[0][-3000:]
-    assert re.search(r"resuming after step (4|8) from", outputs[0])
+    assert "resuming after step 4 from" in outputs[0]
     assert_same_run(run, whole, "model.safetensors")
 
 
@@ -334,6 +329,17 @@ def test_a_dry_run_foretells_its_memory(tmp_path):
     predicted, measured = re.search(r"predicted (\S+) GB, measured peak (\S+) GB", outputs[0]).groups()
     assert abs(float(measured) / float(predicted) - 1) < 0.1
     assert not (tmp_path / "run").exists()
+
+
+def test_the_memory_of_8_bit_adamw_is_foretold(tmp_path):
+    """66 M weights on one rank of ZeRO-3: what they take in a step is twice the libraries' memory."""
+    bench = support.ROOT / "tests" / "bench" / "bench_dia_size.py"
+    command = [support.PYTHON, bench, "--size", "small", "--case", "full", "--scratch", tmp_path / "scratch"]
+    done = subprocess.run(command, env=support.environment(), capture_output=True, text=True)
+    found = re.search(r"^full +1 +(\S+) +(\S+) +(\S+) ", done.stdout, re.M)
+    assert found, done.stdout[-3000:] + done.stderr[-1000:]
+    predicted, measured, ratio = map(float, found.groups())
+    assert predicted > 1.5 and ratio == pytest.approx(1, abs=0.1), (predicted, measured)
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------

@@ -67,12 +67,13 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
     support.wait_for_step(run, 14)
     faults.wait_for_checkpoint(run, 10)
     os.kill(faults.job_processes(run)["rank 1"], signal.SIGKILL)
-    output, _ = started.communicate(timeout=60)
+    output, _ = started.communicate(timeout=300)
     assert started.returncode != 0, output[-2000:]
     faults.assert_no_orphans(run)
+    saved = checkpoint.read_index(run / "checkpoints")[-1]["step"]  # 10, or later if this process had to wait
     codes, outputs = support.run_recipe(*job(run))
     assert codes == [0, 0], outputs[0][-3000:]
-    assert f"resuming after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
+    assert f"resuming after step {saved} from {run}/checkpoints/step-{saved:08d}" in outputs[0]
     faults.assert_same_run(run, whole)
 
 
@@ -80,7 +81,7 @@ def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tm
     """Each stops all ranks at the same step with a checkpoint of it, code 75 and no process left; the next start goes
     on from there. DeepSpeed's own runner and launcher die of most of them without a word to the ranks."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    words = "--steps 160 --save-every 40 --eval-every 80".split()
+    words = "--steps 260 --save-every 40 --eval-every 130".split()  # far more than are trained before the last signal
     codes, outputs = support.run_recipe(*job(whole), *words)
     assert codes == [0, 0], outputs[0][-3000:]
     stopped = 0
@@ -95,7 +96,7 @@ def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tm
             if target == "launch.sh":
                 time.sleep(0.1)
                 os.kill(pid, number)  # an impatient user
-            output, _ = started.communicate(timeout=90)
+            output, _ = started.communicate(timeout=300)
             assert started.returncode == 75, f"{target} {number!r}:\n{output[-3000:]}"
             faults.assert_no_orphans(run)
             last = support.metrics(run)[-1]
@@ -140,7 +141,7 @@ def test_a_closed_terminal_stops_the_run_in_order(demo, tmp_path):
     support.wait_for_step(run, 2)
     os.close(master)
     started.send_signal(signal.SIGHUP)
-    assert started.wait(timeout=90) == 75
+    assert started.wait(timeout=300) == 75
     faults.assert_no_orphans(run)
     assert support.metrics(run)[-1]["event"] == "preempted"
 

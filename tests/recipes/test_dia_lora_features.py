@@ -73,6 +73,25 @@ def test_the_export_is_the_best_checkpoint_and_says_which(trained, demo, monkeyp
     assert not all(torch.equal(exported[name], last[name]) for name in last)
 
 
+@pytest.mark.long
+def test_a_run_that_overfits_exports_the_step_before_it_did(trained, demo, tmp_path):
+    """Two clips by heart: the held-out loss falls, then rises far above its lowest value."""
+    tokens = TokenDataset(str(demo / "tokens/train"))
+    clips = [{"id": tokens.id(i), "text": tokens.text(i), "codes": tokens.codes(i)} for i in range(2)]
+    data = support.write_tokens(tmp_path / "two", clips)
+    flags = {"lora_groups": ["attn_mlp", "head"], "lora_rank": 16, "lora_alpha": 32.0, "lr": 5e-3, "eval_every": 5}
+    flags |= {"min_eos_recall": 0.0, "steps": 30, "micro_tokens": 600, "keep": 1}
+    _, run = trained(data=str(data), eval_data=str(demo / "tokens/eval"), **flags)
+    losses = {r["step"]: r["loss"] for r in support.metrics(run) if r.get("event") == "eval" and r["step"]}
+    best = min(losses, key=losses.get)
+    assert best < 30 and losses[30] > losses[best] + 0.1
+    facts = json.loads((run / "export" / "training_config.json").read_text())["checkpoint"]
+    assert (facts["step"], facts["score"]) == (best, pytest.approx(losses[best]))
+    exported = load_file(run / "export" / "adapter_model.safetensors")
+    kept = checkpoint.masters(run / "checkpoints" / f"step-{best:08d}")
+    assert all(torch.equal(exported[name.replace(".default", "")], value) for name, value in kept.items())
+
+
 def test_spikes_are_skipped_and_can_be_repeated_and_a_resumed_run_skips_the_same(trained, ranks, demo, tmp_path):
     """A limit of 1 times the median skips every step that is over it."""
     flags = {"steps": 14, "save_every": 11, "max_spike": 1.0, "lr": 2e-3}

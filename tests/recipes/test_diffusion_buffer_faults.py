@@ -16,7 +16,7 @@ from helpers.faults import (
     assert_no_orphans,
     kill_all,
     kill_all_while_saving,
-    wait_for_checkpoint,
+    start_and_halt,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
@@ -75,10 +75,7 @@ def start(run, pairs):
 @pytest.mark.quick
 def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, pairs, tmp_path):
     run = tmp_path / "run"
-    ranks = start(run, pairs)
-    support.wait_for_step(run, 8)
-    wait_for_checkpoint(run, 6)
-    kill_all(ranks, run)
+    kill_all(start_and_halt(SCRIPT, job(run, pairs), run, step=8, saved=6), run)
     outputs = kill_all_while_saving(SCRIPT, job(run, pairs), run, 12)
     assert f"resuming after step 6 from {run}/checkpoints/step-00000006" in outputs[0]
     codes, outputs = run_ranks(run, pairs)
@@ -94,7 +91,7 @@ def test_a_signal_stops_all_ranks_at_one_step_another_shows_where_they_are(whole
     ranks[1].send_signal(signal.SIGUSR2)
     time.sleep(0.5)
     ranks[1].send_signal(signal.SIGTERM)
-    codes, outputs = support.finish(ranks, timeout=60)
+    codes, outputs = support.finish(ranks)
     assert codes == [75, 75], outputs[0][-3000:]
     assert_no_orphans(run)
     assert "diffusion_buffer.py" in (run / "stacks-00001.txt").read_text()

@@ -34,10 +34,7 @@ def start(run):
 @pytest.mark.quick
 def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, tmp_path):
     run = tmp_path / "run"
-    ranks = start(run)
-    support.wait_for_step(run, 11)
-    faults.wait_for_checkpoint(run, 8)
-    faults.kill_one(ranks, run)
+    faults.kill_one(faults.start_and_halt(SCRIPT, job(run), run, step=11, saved=8), run)
     outputs = faults.kill_all_while_saving(SCRIPT, job(run), run, 16)
     assert "resuming after step 8" in outputs[0]
     codes, outputs = support.finish(start(run))

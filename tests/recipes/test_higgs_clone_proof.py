@@ -5,6 +5,7 @@ Two mutations show that the proof can fail: the layout and the labels that other
 
 import numpy as np
 import pytest
+import torch
 
 import higgs_clone
 from common.config import UserError
@@ -14,7 +15,7 @@ from common.tokens import TokenDataset
 from helpers import support
 from helpers.higgs_support import dialogues, make_clips
 from models.higgs import data as higgs_data
-from models.higgs.evaluate import layout_losses
+from models.higgs.evaluate import PROBE_FRAMES, layout_losses, probe
 from models.higgs.generate import speak
 from models.higgs.layout import without_delay
 
@@ -80,6 +81,21 @@ def test_one_pair_overfitted_is_regenerated_exactly_and_stops(higgs_demo, learne
     [spoken], [codes], _ = said(higgs_demo, model, one_pair)
     assert spoken.ended and len(spoken.stream) == len(codes) + 9 and not spoken.bad_ids
     assert np.array_equal(spoken.codes, codes)
+
+
+def test_the_probe_of_an_export_holds_what_is_said_and_its_likeliest_codes(higgs_demo, learned, one_pair, process):
+    """Of each codebook the codes that come before the end of what was said could be heard."""
+    model, _ = learned
+    clips = make_clips(higgs_demo, one_pair)
+    inputs, logits = probe(model, clips, process.device)
+    codes = inputs["codes"].view(-1, clips.layout.codebooks)
+    truth = clips.tokens.codes(clips.kept[0])[:PROBE_FRAMES]
+    said = codes[-(PROBE_FRAMES + clips.layout.codebooks) :]  # targets of the second row, one per frame and delay
+    for k in range(clips.layout.codebooks):
+        assert said[k:PROBE_FRAMES, k].tolist() == truth[: PROBE_FRAMES - k, k].tolist()
+    assert (said[PROBE_FRAMES:] < 0).all() and (codes[: len(codes) - len(said)] < 0).all()
+    is_said = inputs["codes"] >= 0
+    assert torch.equal(logits[is_said][:, :1024].argmax(-1), inputs["codes"][is_said])
 
 
 def mutate(monkeypatch, change) -> None:

@@ -15,12 +15,15 @@ JOB = (
 ).split()
 
 
+SCRIPT = support.ROOT / "finetune" / "llama_mot.py"
+
+
 def job(run, ds) -> list[str]:
     return ["--ds", str(support.ROOT / "ds_configs" / f"{ds}.json"), *JOB, "--out", str(run)]
 
 
 def start(run, ds):
-    return support.start_ranks(support.ROOT / "finetune" / "llama_mot.py", job(run, ds))
+    return support.start_ranks(SCRIPT, job(run, ds))
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +44,7 @@ def whole(demo_mot, tmp_path_factory):
 @pytest.mark.quick
 def test_kill_9_of_a_rank_ends_the_other_and_a_resume_equals_never_killed(whole, tmp_path):
     expected, run = whole("zero2"), tmp_path / "run"
-    ranks = start(run, "zero2")
-    support.wait_for_step(run, 14)
-    faults.wait_for_checkpoint(run, 10)
-    faults.kill_one(ranks, run)
+    faults.kill_one(faults.start_and_halt(SCRIPT, job(run, "zero2"), run, step=14, saved=10), run)
     codes, outputs = support.finish(start(run, "zero2"))
     assert codes == [0, 0], outputs[0][-3000:]
     assert f"resuming after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
@@ -54,10 +54,7 @@ def test_kill_9_of_a_rank_ends_the_other_and_a_resume_equals_never_killed(whole,
 def test_kill_9_of_all_ranks_of_zero3_and_a_half_written_checkpoint_is_never_taken(whole, tmp_path):
     """As a kill while it is written leaves it: a folder under its temporary name, or one that index.json lacks."""
     expected, run = whole("zero3"), tmp_path / "run"
-    ranks = start(run, "zero3")
-    support.wait_for_step(run, 21)
-    faults.wait_for_checkpoint(run, 20)
-    faults.kill_all(ranks, run)
+    faults.kill_all(faults.start_and_halt(SCRIPT, job(run, "zero3"), run, step=21, saved=20), run)
     folder = run / "checkpoints"
     half = folder / ".step-00000030.tmp"
     shutil.copytree(folder / "step-00000020", half, dirs_exist_ok=True)

@@ -8,7 +8,10 @@ from common.lora import base_model
 from common.loss import IGNORE, codebook_stats
 from common.runtime import Process
 from models.dia.data import Clips
-from models.dia.layout import decoder_states, labelled_states
+from models.dia.generate import speak
+from models.dia.layout import decoder_states, delayed, labelled_states
+
+PROBE_FRAMES = 24  # that the engine says for the check of an export; more than the longest delay
 
 
 def token_metrics(model, clips: Clips, process: Process) -> dict[str, float]:
@@ -59,10 +62,21 @@ def _token_stats(model, batch):
 
 
 def probe(model, clips: Clips, device: torch.device) -> tuple[dict, torch.Tensor]:
-    """The shortest clip as the library's model takes it, and its logits (L x C, V) as computed in training."""
-    batch = to_device(clips.batch([int(clips.lengths.argmin())]), device)
-    dia = base_model(model)
+    """The shortest clip as the library's model takes it, what the model says to its text if it always takes the most
+    likely code, and the logits (L x C, V) of both as computed in training. "codes" (L x C): what was said; -1: nothing.
+    """
+    clip, layout, dia = int(clips.lengths.argmin()), clips.layout, base_model(model)
+    batch = to_device(clips.batch([clip]), device)
+    [(said_tc, _)] = speak(model, [batch["input_ids"][0].cpu().numpy()], PROBE_FRAMES, 0, device)
+    # Later positions have seen an end that generation may have forced.
+    ids_lc, labels_lc = delayed(said_tc, layout, len(said_tc), final=False)
+    said = {"decoder_input_ids": torch.from_numpy(ids_lc)[None].to(device)}
     with evaluating(model):
-        logits = dia.logits_dense(decoder_states(dia.model, batch)[0])
-    names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-    return {name: batch[name] for name in names}, logits.unflatten(-1, (clips.layout.channels, -1)).flatten(0, 1)
+        states = [decoder_states(dia.model, batch | more)[0] for more in ({}, said)[: 1 + (len(said_tc) > 0)]]
+        logits = dia.logits_dense(torch.cat(states))
+    names = ("input_ids", "attention_mask", "decoder_input_ids")
+    inputs = {name: batch[name] for name in names} | {"said_input_ids": said["decoder_input_ids"]}
+    nothing = torch.full((states[0].shape[0] * layout.channels,), IGNORE)
+    codes = torch.cat([nothing, torch.from_numpy(labels_lc).flatten()])
+    inputs |= {"codes": codes.clamp(min=-1), "code_count": torch.tensor(layout.eos)}
+    return inputs, logits.unflatten(-1, (layout.channels, -1)).flatten(0, 1)

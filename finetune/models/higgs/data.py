@@ -16,8 +16,8 @@ from common.tokens import TokenDataset
 from models.higgs.layout import Layout, Row, build_row, collate
 from models.higgs.text import Chat, check_speakers
 
-# The columns that name a clip's references: the only one, or [SPEAKER0]'s in a dialogue; and [SPEAKER1]'s.
-REFERENCES = ("ref", "ref1")
+# The columns that name a clip's references: the only one, or [SPEAKER0]'s in a dialogue; [SPEAKER1]'s; and so on.
+REFERENCES = ("ref", "ref1", "ref2", "ref3")
 # The last value applies to all further codebooks.
 CODEBOOK_WEIGHTS = {"equal": (1.0,), "first": (8.0, 8.0, 6.0, 6.0, 4.0, 4.0, 2.0, 2.0)}
 
@@ -101,25 +101,28 @@ class VoiceClips:
         return self.kept[np.asarray(indices, dtype=np.int64)]
 
     def _references(self) -> np.ndarray:
-        names = [name for name in REFERENCES if self.tokens.column(name) is not None]
-        if not names:
+        voices = max((n + 1 for n, name in enumerate(REFERENCES) if self.tokens.column(name) is not None), default=0)
+        if not voices:
             if self.config.allow_no_ref:
                 return np.full((len(self.tokens), 1), -1)
             raise UserError(
                 f"{self.tokens.folder} names no references: give ref_audio and ref_text in the manifest, or choose them"
                 " by speaker with data/pair_speakers.py."
             )
-        rows = np.stack([self._rows_of_references(name) for name in names], axis=1)
-        alone = np.flatnonzero((rows[:, 1:] >= 0).any(axis=1) & (rows[:, 0] < 0))
-        if len(alone):
-            clip = self.tokens.id(alone[0])
-            raise UserError(f"{self.tokens.folder}: clip {clip!r} has `ref1` ([SPEAKER1]) but no `ref` ([SPEAKER0]).")
+        rows = np.stack([self._rows_of_references(name) for name in REFERENCES[:voices]], axis=1)
+        for n in range(1, voices):
+            alone = np.flatnonzero((rows[:, n] >= 0) & (rows[:, n - 1] < 0))
+            if len(alone):
+                has, lacks = (f"`{REFERENCES[number]}` ([SPEAKER{number}])" for number in (n, n - 1))
+                raise UserError(f"{self.tokens.folder}: clip {self.tokens.id(alone[0])!r} has {has} but no {lacks}.")
         return rows
 
     def _rows_of_references(self, column: str) -> np.ndarray:
         import pyarrow.compute as pc
 
         names = self.tokens.column(column)
+        if names is None:
+            return np.full(len(self.tokens), -1)
         rows = rows_named(names, self.tokens.column("id"))
         has_name = pc.fill_null(pc.greater(pc.utf8_length(names), 0), False).to_numpy()
         missing = np.flatnonzero(has_name & (rows < 0))
@@ -217,9 +220,15 @@ class VoiceClips:
         return float(audio + self.config.text_loss * (weights * text).sum())
 
     def rows(
-        self, indices, references: np.ndarray | None = None, answer: bool = True, epoch: int | None = None
+        self,
+        indices,
+        references: np.ndarray | None = None,
+        answer: bool = True,
+        epoch: int | None = None,
+        said: np.ndarray | None = None,
     ) -> list[Row]:
-        """These clips as chats. `references`: dataset rows to use instead of their own references, -1 for none.
+        """These clips as chats. `references`: dataset rows to use instead of their own references, -1 for none; `said`:
+        codes to use instead of the clips' own.
 
         Without `answer` they end where the model begins to speak. `epoch`: the one whose random choices apply; without
         it no reference is dropped, and a cropped one is its beginning.
@@ -231,7 +240,7 @@ class VoiceClips:
         rows = []
         for i, refs, ids in zip(targets, references, self._prompts(indices, references, answer), strict=True):
             segments = [self._reference_codes(i, j, epoch) for j in refs if j >= 0]
-            segments += [self._codes(i)] if answer else []
+            segments += [self._codes(i) if said is None else said] if answer else []
             row = build_row(self.tokens.id(i), ids, segments, self.layout, answer)
             row.weight = 1.0 if self.weights is None else float(self.weights[i])
             rows.append(row)
@@ -254,8 +263,8 @@ class VoiceClips:
         return batch | {"codebook_weights": torch.tensor(self.codebook_weights, dtype=torch.float32)}
 
     def other_references(self, indices) -> np.ndarray | None:
-        """For each clip the reference of another speaker, of similar length; for a dialogue its references in exchanged
-        roles. None if there is only one speaker.
+        """For each clip the reference of another speaker, of similar length; for a dialogue its references in reverse
+        order. None if there is only one speaker.
 
         If the dataset names no speakers, every reference counts as a speaker of its own.
         """

@@ -9,7 +9,10 @@ from common.lora import base_model
 from common.loss import IGNORE, codebook_stats
 from common.runtime import Process
 from models.higgs.data import VoiceClips
+from models.higgs.generate import speak
 from models.higgs.layout import collate, labelled_states, without_delay
+
+PROBE_FRAMES = 16  # that the engine says for the check of an export; more than the longest delay
 
 
 def token_metrics(model, clips: VoiceClips, process: Process) -> dict[str, float]:
@@ -74,13 +77,27 @@ def layout_losses(model, clips: VoiceClips, device: torch.device, count: int = 8
 
 
 def probe(model, clips: VoiceClips, device: torch.device) -> tuple[dict, torch.Tensor]:
-    """The shortest clip as the library's model takes it, where its N targets are predicted, and their logits (N x K, V)
-    as computed in training."""
-    batch = to_device(clips.batch([int(clips.lengths.argmin())]), device)
+    """The shortest clip as the library's model takes it, what the model says to its text if it always takes the most
+    likely code (names that begin with "said_"), where their N targets are predicted, and the logits (N x K, V) as
+    computed in training. "codes" (N x K): what was said; -1: nothing.
+    """
+    clip, layout = int(clips.lengths.argmin()), clips.layout
+    [said] = speak(model, clips.rows([clip], answer=False), layout, PROBE_FRAMES, 0, device, greedy=True)
+    rows = clips.rows([clip]) + (clips.rows([clip], said=said.codes) if len(said.codes) else [])
+    inputs, states, codes = {}, [], []
     with evaluating(model):
-        hidden_nd, labels_nk, _ = labelled_states(model, batch)
-        logits = base_model(model).audio_lm_head(hidden_nd)
-    names = ("input_ids", "attention_mask", "position_ids", "audio_input_ids", "audio_input_ids_mask")
-    inputs = {name: batch[name] for name in names if name in batch}
-    inputs["target_at"] = torch.cat([batch["text_at"], batch["audio_at"]])[batch["target_at"]]
-    return inputs, logits.unflatten(-1, (labels_nk.shape[1], -1)).flatten(0, 1)
+        for row, prefix in zip(rows, ("", "said_"), strict=False):
+            batch = to_device(collate([row], layout), device)
+            hidden_nd, labels_nk, _ = labelled_states(model, batch)
+            states.append(hidden_nd)
+            # Frames after the last one that was said have seen ends that were not.
+            is_said = (torch.arange(len(labels_nk)) < len(said.codes))[:, None] & (labels_nk.cpu() < layout.bos)
+            codes.append(
+                torch.where(is_said, labels_nk.cpu(), -1) if prefix else torch.full_like(is_said, -1, dtype=torch.long)
+            )
+            names = ("input_ids", "attention_mask", "audio_input_ids", "audio_input_ids_mask")
+            inputs |= {prefix + name: batch[name] for name in names}
+            inputs[prefix + "target_at"] = torch.cat([batch["text_at"], batch["audio_at"]])[batch["target_at"]]
+        logits = base_model(model).audio_lm_head(torch.cat(states))
+    inputs |= {"codes": torch.cat(codes).flatten(), "code_count": torch.tensor(layout.bos)}
+    return inputs, logits.unflatten(-1, (layout.codebooks, -1)).flatten(0, 1)

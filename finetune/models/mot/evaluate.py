@@ -8,8 +8,11 @@ import torch
 from common import keyed_random
 from common.evaluation import Sums, evaluating, evaluation_rows
 from common.feed import to_device
+from common.loss import IGNORE
 from common.runtime import Process
-from models.mot.data import Clips
+from models.mot.data import Clips, pad
+from models.mot.generate import generate
+from models.mot.layout import music
 from models.mot.network import MoTLlama, Route
 
 # Text that the original Llama reads when a run starts, and the trained model at each evaluation: no logit may differ.
@@ -126,21 +129,38 @@ def _pairs(code: np.ndarray, size: int) -> np.ndarray:
 # ---- what an export must compute -------------------------------------------------------------------------------
 
 
+PROBE_FRAMES = 8  # that the engine plays for the check
+
+
 def probe(model: MoTLlama, clips: Clips, device: torch.device) -> tuple[dict, torch.Tensor]:
-    """The shortest clip, and the logits of its positions as computed in training; see probe_outputs."""
-    batch = to_device(clips.batch([int(clips.lengths.argmin())]), device)
-    route = Route(batch["order"], batch["kind_counts"], batch["back"])
+    """The shortest clip, what the model plays to its caption if it always takes the most likely code (names that begin
+    with "said_"), and the logits of all their positions as computed in training; see probe_outputs. "codes": what was
+    played; -1: nothing."""
+    clip, layout = int(clips.lengths.argmin()), model.layout
+    caption, options = clips.caption(clip), {"temperature": 0.0, "min_frames": PROBE_FRAMES}
+    [(said_tc, _)] = generate(model, [caption], PROBE_FRAMES, [0], device, **options)
+    said = pad([(caption, *music(said_tc, layout, final=False))], layout)
+    inputs, outputs = {}, []
     with evaluating(model):
-        hidden_lh = model(batch["input_ids"], batch["codebooks"], route=route)[0]
-        outputs = _all_logits(model, hidden_lh)
-    return {name: batch[name] for name in ("input_ids", "codebooks", "mask")}, outputs
+        for batch, prefix in ((clips.batch([clip]), ""), (said, "said_")):
+            batch = to_device(batch, device)
+            route = Route(batch["order"], batch["kind_counts"], batch["back"])
+            outputs.append(_all_logits(model, model(batch["input_ids"], batch["codebooks"], route=route)[0]))
+            inputs |= {prefix + name: batch[name] for name in ("input_ids", "codebooks", "mask")}
+    labels_lc = said["labels"][0]
+    codes_lc = torch.where(labels_lc == IGNORE, -1, labels_lc - layout.first(torch.arange(layout.codebooks)))
+    codes = torch.full((len(outputs[0]) + len(outputs[1]),), -1)
+    codes[len(outputs[0]) :][: codes_lc.numel()] = codes_lc.T.flatten()
+    return inputs | {"codes": codes, "code_count": torch.tensor(layout.size)}, torch.cat(outputs)
 
 
 def probe_outputs(model: MoTLlama, inputs: dict) -> torch.Tensor:
-    """Logits of every codebook at every position, (L x C, codes)."""
-    return _all_logits(model, model(inputs["input_ids"], inputs["codebooks"], inputs["mask"])[0])
+    """Logits of every codebook at every position, and of A_EOS (in all columns), ((C + 1) x L, codes) per sequence."""
+    sequences = ([inputs[prefix + name] for name in ("input_ids", "codebooks", "mask")] for prefix in ("", "said_"))
+    return torch.cat([_all_logits(model, model(*sequence)[0]) for sequence in sequences])
 
 
 def _all_logits(model: MoTLlama, hidden_lh: torch.Tensor) -> torch.Tensor:
     codebooks, codes = model.layout.codebooks, model.layout.size
-    return torch.cat([model.head(hidden_lh, codebook=k)[:, :codes] for k in range(codebooks)])
+    logits = [model.head(hidden_lh, codebook=k) for k in range(codebooks)]
+    return torch.cat([rows[:, :codes] for rows in logits] + [logits[0][:, codes:].expand(-1, codes)])

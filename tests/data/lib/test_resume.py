@@ -52,9 +52,14 @@ def file_hash(out: Path) -> str:
     return entry["sha256"]
 
 
-def start(arguments: list[str], out: Path, workers: int) -> subprocess.Popen:
-    """The command in a new process; it writes part files often, so that there is something to resume from."""
-    code = "import encode; from lib import errors; encode.SECONDS_PER_PART = 0.1; errors.run(encode.main)"
+HALT = "save = encode.save_part; encode.save_part = lambda *part: (save(*part), time.sleep(600)); "
+
+
+def start(arguments: list[str], out: Path, workers: int, halt: bool = False) -> subprocess.Popen:
+    """The command in a new process; it writes part files often, so that there is something to resume from. `halt`: it
+    goes no further than the first one, however busy the machine is."""
+    code = "import encode, time; from lib import errors; encode.SECONDS_PER_PART = 0.1; "
+    code += (HALT if halt else "") + "errors.run(encode.main)"
     guarded = f"import sys; sys.path.insert(0, {str(ROOT / 'data')!r})\nif __name__ == '__main__': {code}"
     script = out.parent / "run.py"  # a file, because spawned workers import the main module again
     script.write_text(guarded)
@@ -63,7 +68,7 @@ def start(arguments: list[str], out: Path, workers: int) -> subprocess.Popen:
 
 
 def wait_for_parts(process: subprocess.Popen, out: Path) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while not list(out.with_name(out.name + ".work").glob("part-*.arrow")):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < end
@@ -87,7 +92,7 @@ def count_encoded(monkeypatch):
 
 def test_kill_9_then_the_same_command_continues(arguments, expected, script, count_encoded, tmp_path):
     out = tmp_path / "out"
-    process = start(arguments, out, workers=2)
+    process = start(arguments, out, workers=2, halt=True)
     wait_for_parts(process, out)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
@@ -95,7 +100,7 @@ def test_kill_9_then_the_same_command_continues(arguments, expected, script, cou
     assert not out.exists()
     with pytest.raises(FileNotFoundError):
         datasets.load_from_disk(str(out))
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    gone, alive = psutil.wait_procs(children, timeout=120)
     assert not alive, "workers outlive a killed parent"
 
     finished = rows_in_parts(out)
@@ -122,7 +127,7 @@ def test_dying_worker_is_a_one_sentence_error(arguments, expected, script, tmp_p
         if "spawn_main" in " ".join(child.cmdline()):
             os.kill(child.pid, signal.SIGKILL)
             break
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2 and "error: a worker process died" in err and "Traceback" not in err
     assert not out.exists()
     assert script("encode", *arguments, "--out", out, "--workers", 1)[0] == 0

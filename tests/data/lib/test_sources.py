@@ -372,6 +372,29 @@ def test_dialogues_have_two_references(encode, clip, tmp_path):
     assert "for [SPEAKER1] but none for [SPEAKER0]" in encode(tmp_path / "m.jsonl", "jsonl")
 
 
+def test_dialogues_have_up_to_four_references(encode, clip, tmp_path):
+    for number, name in enumerate("tabcdu"):
+        clip(tmp_path / f"{name}.wav", None, seed=number)
+    said = "[SPEAKER0] hi [SPEAKER1] ho [SPEAKER2] ha [SPEAKER3] hu"
+    one = {"id": "x", "audio": "t.wav", "text": said}
+    for prefix, name in zip(("ref_", "ref1_", "ref2_", "ref3_"), "abcd", strict=True):
+        one |= {f"{prefix}audio": f"{name}.wav", f"{prefix}text": f"{name.upper()}."}
+    (tmp_path / "m.jsonl").write_text(json.dumps(one))
+    names = ("ref", "ref1", "ref2", "ref3")
+    encoded = encode(tmp_path / "m.jsonl", "jsonl")
+    assert [encoded["x"][name] for name in names] == ["a@ref", "b@ref", "c@ref", "d@ref"]
+    turns = [chat("system", "s")]
+    for number, name in ((2, "c"), (0, "a"), (1, "b")):
+        turns += [chat("user", f"[SPEAKER{number}] {name.upper()}."), chat("assistant", audio(f"{name}.wav"))]
+    turns += [chat("user", said), chat("assistant", audio("u.wav"))]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"id": "c", "messages": turns}))
+    encoded = encode(tmp_path / "chat.jsonl", "chatml")
+    assert [encoded["c"].get(name) for name in names] == ["a@ref", "b@ref", "c@ref", None]
+    del one["ref1_audio"], one["ref3_audio"]
+    (tmp_path / "m.jsonl").write_text(json.dumps(one))
+    assert "for [SPEAKER2] but none for [SPEAKER1]" in encode(tmp_path / "m.jsonl", "jsonl")
+
+
 def test_weights_are_kept(encode, clip, tmp_path):
     items = []
     for number, weight in enumerate((2, "0.5", None)):

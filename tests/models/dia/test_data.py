@@ -298,7 +298,7 @@ def test_two_processes_with_other_global_generators_decide_alike(make_clips):
     queue = context.Queue()
     processes = [context.Process(target=_rank_rows, args=(clips, rank, queue)) for rank in (0, 1)]
     [p.start() for p in processes]
-    found = set(queue.get(timeout=60)) | set(queue.get(timeout=60))
+    found = set(queue.get(timeout=600)) | set(queue.get(timeout=600))
     [p.join() for p in processes]
     assert found == alone
 

@@ -15,6 +15,8 @@ from common.config import UserError
 from common.lora import base_model
 from common.loss import IGNORE, loss_head
 from common.runtime import Process
+from models.dia import evaluate
+from models.dia.data import WithRehearsal
 from models.dia.evaluate import token_metrics
 from models.dia.generate import speak
 from models.dia.layout import text_bytes
@@ -41,6 +43,38 @@ def hf_logits(model, batch):
     b, length, c = batch["labels"].shape
     with torch.no_grad():
         return hf_output(model, batch, labels=False).logits.view(b, c, length, -1).transpose(1, 2)
+
+
+# ---- the probe of an export ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [24, 6])
+def test_the_probe_holds_what_is_said_and_its_likeliest_codes(tiny_dia, make_clips, random_codes, frames, monkeypatch):
+    """Also of clips with rehearsal, and of a model that stops before the longest delay."""
+    model, clips = tiny_dia(), make_clips(random_codes(12, 5))
+    model.logits_dense = loss_head(model.logits_dense)
+    monkeypatch.setattr(evaluate, "PROBE_FRAMES", frames)
+    inputs, logits = evaluate.probe(model, WithRehearsal(clips, clips), torch.device("cpu"))
+    [(said, _)] = speak(model, [clips.text(1, 0)], frames, 0)
+    positions, channels = 5 + clips.layout.tail, clips.layout.channels  # of the shorter clip
+    codes = inputs["codes"].view(-1, channels)
+    assert len(codes) == positions + len(said) and len(logits) == codes.numel() and (codes[:positions] == -1).all()
+    for channel, delay in enumerate(clips.layout.delay):
+        heard = codes[positions + delay :, channel]
+        assert heard.tolist() == said[: max(0, len(said) - delay), channel].tolist()
+    is_said = inputs["codes"] >= 0
+    assert torch.equal(logits[is_said][:, :1024].argmax(-1), inputs["codes"][is_said])
+    library = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
+                    decoder_input_ids=inputs["said_input_ids"], use_cache=False).logits  # fmt: skip
+    assert torch.allclose(library.transpose(0, 1).flatten(0, 1), logits[positions * channels :], atol=1e-5)
+
+
+def test_the_probe_of_a_model_that_says_nothing_is_the_clip_alone(tiny_dia, make_clips, random_codes, monkeypatch):
+    model, clips = tiny_dia(), make_clips(random_codes(12))
+    monkeypatch.setattr(evaluate, "speak", lambda *_: [(np.zeros((0, 9), np.int16), True)])
+    inputs, logits = evaluate.probe(model, clips, torch.device("cpu"))
+    assert (inputs["codes"] == -1).all() and len(inputs["codes"]) == len(logits)
+    assert inputs["said_input_ids"].shape == (1, 0, 9)
 
 
 # ---- loss ------------------------------------------------------------------------------------------------------

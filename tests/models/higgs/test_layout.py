@@ -150,6 +150,33 @@ def test_the_template_puts_voices_where_the_published_one_does(higgs_demo):
     assert "SPEAKER" not in Chat(tokenizer_of(higgs_demo)).prompt("t.", "a.", None, answer=False)  # one voice: no tag
 
 
+def test_four_voices_are_the_processors(higgs_demo, processor, tmp_path):
+    """One turn per reference, in the order of the tags, and a row of the same dataset with fewer voices."""
+    voices, said = ["ada_004", "ben_005", "dov_003", "ada_000"], "[SPEAKER3] gumi [SPEAKER1] lono [SPEAKER2] x"
+    rows = [("cleo_002", said, *voices), ("ben_001", SPOKEN, "ada_004", "ben_005", "", "")]
+    folder = dialogues(higgs_demo, tmp_path / "tokens", *rows, *((voice, "", "", "", "", "") for voice in voices))
+    lines = [json.loads(line) for line in (higgs_demo / "audio/train.jsonl").read_text().splitlines()]
+    found = {line["id"]: line for line in lines}
+    chat = [turn("system", "Generate audio following instruction.")]
+    chat.append(turn("scene", "Audio is recorded from a quiet room."))
+    for number, voice in enumerate(voices):
+        wave, _ = soundfile.read(higgs_demo / "audio" / found[voice]["target_audio"], dtype="float32")
+        chat.append(turn("user", f"[SPEAKER{number}] " + normalise(found[voice]["target_text"])))
+        chat.append(turn("assistant", audio=wave))
+    chat.append(turn("user", "[SPEAKER3] gumi\n[SPEAKER1] lono\n[SPEAKER2] x."))
+    options = {"tokenize": True, "return_dict": True, "add_generation_prompt": True}
+    options["processor_kwargs"] = {"sampling_rate": 24000, "return_tensors": "pt"}
+    prompt = processor.apply_chat_template(chat, **options)
+    clips = make_clips(higgs_demo, folder)
+    [row] = clips.rows([0], answer=False)
+    assert row.ids.tolist() == prompt["input_ids"][0].tolist()
+    assert np.array_equal(row.frames, prompt["audio_input_ids"][0].numpy())
+    assert clips.lengths.tolist() == [len(row.ids) for row in clips.rows([0, 1])]
+    four, two = clips.other_references([0, 1])
+    names = [[clips.tokens.id(i) for i in refs if i >= 0] for refs in (four, two)]
+    assert names == [voices[::-1], ["ben_005", "ada_004"]], "in reverse order"
+
+
 def test_a_dialogues_other_voices_are_its_own_exchanged(higgs_demo, dialogue):
     clips = make_clips(higgs_demo, dialogue)
     assert clips.other_references([0]).tolist() == clips.references[clips.kept[:1], ::-1].tolist()
@@ -161,7 +188,7 @@ def test_a_dialogues_other_voices_are_its_own_exchanged(higgs_demo, dialogue):
         ("[SPEAKER0] a [SPEAKER1] b", "ada_004", "", "has the tag [SPEAKER1], but there is 1 reference"),
         ("[SPEAKER0] a [SPEAKER2] b", "ada_004", "ben_005", "has the tag [SPEAKER2], but there are 2 references"),
         ("a b", "ada_004", "ben_005", "has 2 references but no tag"),
-        ("[SPEAKER0] a [SPEAKER1] b", "", "ben_005", "has `ref1` ([SPEAKER1]) but no `ref`"),
+        ("[SPEAKER0] a [SPEAKER1] b", "", "ben_005", "has `ref1` ([SPEAKER1]) but no `ref` ([SPEAKER0])"),
         ("[SPEAKER0] a [SPEAKER1] b", "ada_004", "nobody", "the reference 'nobody' of clip"),
         ("[SPEAKER0] a [SPEAKER1] b", "ada_004", "cleo_002", "is the clip itself"),
     ],

@@ -833,10 +833,17 @@ add("cmgan-label-count", FILE, ".sum() / max(1.0, count)", ".sum() / sounds",
 add("cmgan-time-loss", FILE, '"time": (estimate.wave - estimate.normalised.clean).abs().mean(1)',
     '"time": (estimate.wave - estimate.normalised.noisy).abs().mean(1)',
     "the waveform is compared with the noisy one", SOUND + "test_a_perfect_estimate_scores_zero_in_every_term")
+WATCH = "models/cmgan/test_watch.py::"
 add("cmgan-gate", "finetune/models/cmgan/watch.py",
     'used = config.gan_gate == "on" or (config.gan_gate == "auto" and bool(config.model))',
     'used = config.gan_gate == "on"', "a random discriminator pulls a trained generator away",
     "recipes/test_cmgan_features.py::test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back")
+add("cmgan-noisy-term", FILE, 'return self.noisy_term == "on" or (self.noisy_term == "auto" and bool(self.model))',
+    'return self.noisy_term == "on"', "a discriminator of good speech only: the gate never opens",
+    WATCH + "test_a_discriminator_that_learns_pesq_opens_the_gate_and_one_with_shuffled_labels_does_not")
+add("cmgan-own-outputs", "finetune/models/cmgan/watch.py", "generator(signal.spectrum(pair.model_input))",
+    "signal.spectrum(pair.clean)", "D is asked about clean speech instead of the generator's outputs",
+    WATCH + "test_predictions_for_the_generators_own_outputs_are_compared_with_their_pesq")
 add("cmgan-best-by-loss", FILE, 'return -metrics["pesq"] if math.isfinite(metrics["pesq"]) else None',
     'return metrics["loss"]', "the best is chosen by the loss, which contains the discriminator",
     "recipes/test_cmgan_features.py::test_the_best_by_pesq_is_exported_and_the_test_set_chooses_nothing")

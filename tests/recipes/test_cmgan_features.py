@@ -184,6 +184,10 @@ def test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back(traine
     records = support.step_records(run)
     assert [r["gan_level"] for r in records] == [0, 0, 0, 0] and all(r["loss_gan"] == 0 for r in records)
     assert engines["d"].global_steps == 4  # it learns all the while
+    assert all(r["loss_d_noisy"] > 0 and r["loss_d_past"] == 0 for r in records)  # from noisy inputs too
+    for record in records:
+        parts = [record[f"loss_d_{name}"] for name in ("clean", "made", "noisy", "past")]
+        assert record["loss_d"] == pytest.approx(sum(parts)) and parts[0] > 0 and parts[1] > 0
     moved = weights(engines, "g")["mask_decoder.prelu_out.weight"] - published.mask_decoder.prelu_out.weight
     assert 0 < float(moved.abs().max()) <= 4.1 * SMALL["lr"]
     _, run = trained(**options, gan_gate_open=-1.0, gan_gate_close=-1.0, out=tmp_path / "open")
@@ -201,6 +205,21 @@ def test_an_export_goes_on_with_its_own_discriminator(trained, finished):
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_every_evaluation_shows_what_the_discriminator_says_about_the_outputs(finished):
+    records = support.metrics(finished)
+    assert all(r["loss_d_noisy"] == 0 for r in support.step_records(finished))  # from scratch: without noisy inputs
+    evals, events = ([r for r in records if r.get("event") == name] for name in ("eval", "discriminator"))
+    assert [r["step"] for r in events] == [r["step"] for r in evals] == [0, 1, 2, 3]
+    for evaluated, event in zip(evals, events, strict=True):
+        points = np.array(event["points"])
+        assert points.shape == (SMALL["probe"], 2) and points.min() >= 0.99 and points.max() < 4.7
+        assert event["d_made_pearson"] == evaluated["d_made_pearson"]
+        assert event["d_made_mae"] == pytest.approx(np.abs(points[:, 0] - points[:, 1]).mean(), abs=1e-3)
+        assert event["d_pearson"] == evaluated["d_pearson"]  # beside the probe's
+        picture = finished / "samples" / "discriminator" / f"step-{event['step']:08d}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_mutation_a_random_eval_crop_is_seen(pairs, ranks, scorer, monkeypatch):

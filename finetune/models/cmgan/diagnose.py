@@ -20,7 +20,7 @@ from common.runtime import Process, say
 from common.scorer import Scorer, collect
 from common.speech_metrics import pesq_wb
 from models.cmgan import signal, watch
-from models.cmgan.evaluate import EvalFiles, Evaluation, means
+from models.cmgan.evaluate import EvalFiles, Evaluation, means, of_outputs
 from models.cmgan.network import Discriminator, TSCNet
 from models.cmgan.weights import load_networks
 
@@ -75,7 +75,8 @@ def diagnose(
         metrics = means(evaluation.files.measure(*networks, weights)) | evaluation.shares(*networks, weights)
         check_output(findings, metrics, evaluation.noisy)
         if has_discriminator:
-            check_discriminator(findings, evaluation.probe.judge(networks[1]), metrics)
+            points = evaluation.probe.judge_outputs(*networks)
+            check_discriminator(findings, evaluation.probe.judge(networks[1]) | of_outputs(points), metrics)
         else:
             say("it has no discriminator: its correlation with PESQ and the gradient shares are not checked")
         check_history(findings, Path(model))
@@ -158,6 +159,9 @@ def check_output(findings: Findings, metrics: dict, noisy: dict) -> None:
 def check_discriminator(findings: Findings, judged: dict, metrics: dict) -> None:
     text = f"Pearson {judged['d_pearson']:.2f}, Spearman {judged['d_spearman']:.2f}, MAE {judged['d_mae']:.3f}"
     findings.add("discriminator follows PESQ", text, judged["d_pearson"] >= 0.8, fatal=False)
+    text = f"Pearson {judged['d_made_pearson']:.2f}, Spearman {judged['d_made_spearman']:.2f},"
+    text += f" mean error {judged['d_made_mae']:.2f} PESQ"
+    findings.add("and on the generator's outputs", text, judged["d_made_pearson"] >= 0.5, fatal=False)
     text = f"{judged['d_std']:.3f} of the labels' {judged['label_std']:.3f}; clean scores {judged['d_clean']:.2f}"
     findings.add("discriminator's spread", text, judged["d_std"] > 0.5 * judged["label_std"], fatal=False)
     prefix = "grad_share_"

@@ -853,6 +853,16 @@ add("cmgan-unfrozen", FILE, "with engine.frozen(discriminator):", "with torch.en
 add("cmgan-dropout-of-ranks", FILE, 'slot, "dropout"))', '"dropout"))',
     "all micro-batches of a step drop the same units",
     "recipes/test_cmgan.py::test_two_ranks_equal_one_process_in_both_networks")
+FILE = "finetune/common/enhance_folder.py"
+PEOPLE = "models/cmgan/test_enhance.py::"
+add("enhance-high-band", FILE, "block = block + whole - np.stack(next(heard), axis=1)[: len(block)]",
+    "block = block + whole", "the noisy recording is mixed back in",
+    PEOPLE + "test_above_8_khz_the_recording_is_cut_or_kept")
+add("enhance-resample-seam", FILE, "left, right = min(margin, start), min(margin, frames - end)", "left, right = 0, 0",
+    "a click every 20 s", PEOPLE + "test_resampling_in_blocks_is_resampling_the_whole")
+add("cmgan-padding", "finetune/models/cmgan/enhance.py", "if padding else noisy", "if False else noisy",
+    "the last samples differ from the published output",
+    PEOPLE + "test_the_output_is_the_published_one_up_to_its_last_sample")
 add("cmgan-seam", "finetune/models/cmgan/enhance.py", "wave[:FADE] = fade_in * wave[:FADE] + (1 - fade_in) * tail",
     "pass", "windows are joined with a hard seam", "models/cmgan/test_enhance.py::test_a_seam_is_a_cross_fade")
 
@@ -866,6 +876,8 @@ add("data-clipping", FILE, "np.round(wave * (32767 / peak))", "np.round(np.clip(
     "loud mixtures are clipped", MAKE_PAIRS + "test_loud_mixture_is_scaled_not_clipped")
 add("data-noise-place", FILE, 'start = keyed(settings.seed, id, "place", len(noise))', "start = 0",
     "every clip has the same piece of noise", MAKE_PAIRS + "test_each_clip_has_its_own_piece_of_the_noise")
+add("data-hf-columns", FILE, 'for column in ("clean", "noisy")))', 'for column in ("noisy", "clean")))',
+    "noisy speech is the target", MAKE_PAIRS + "test_hugging_face_columns")
 add("data-lengths", FILE, "if abs(len(clean) - len(noisy)) > 1:", "if False:", "unequal pairs are cut silently",
     MAKE_PAIRS + "test_lengths_and_names_are_checked")
 add("cluster-linkage", "data/cluster_speakers.py", '"cosine"), "average")', '"cosine"), "single")',

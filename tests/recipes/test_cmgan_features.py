@@ -330,7 +330,7 @@ def test_enhance_writes_what_the_model_hears(finished, pairs, tmp_path):
     soundfile.write(tmp_path / "in" / "a.wav", noisy, 16000)
     model, _ = load_networks(str(finished / "export"))
     expected = enhance(model.eval(), noisy, 10**6, "cpu")
-    enhance_run(str(finished / "export"), tmp_path / "in", tmp_path / "out", 16.0)
+    enhance_run(str(finished / "export"), tmp_path / "in", tmp_path / "out", 16.0, no_padding=False)
     found, _ = soundfile.read(tmp_path / "out" / "a.wav", dtype="float32")
     assert np.abs(found - expected).max() < 1e-4
 
@@ -349,12 +349,13 @@ def test_infer_enhance_finds_the_kind_of_model(finished, place, tmp_path):
     ("words", "sentence"),
     [
         ("--run RUN --delay 2", "--delay is for diffusion_buffer models, but this is a cmgan model"),
+        ("--model BARE --recipe diffusion_buffer --no-padding", "--no-padding is for cmgan models"),
         ("--run RUN --window-seconds 1", "--window-seconds 1.0 is out of range"),
         ("--run RUN/nowhere", "nowhere does not exist"),
         ("--run RUN/checkpoints", "checkpoints has no export"),
         ("--model RUN --recipe diffusion_buffer", "was made by cmgan, not by --recipe diffusion_buffer"),
         ("--model BARE", "comes without a config.json: name its recipe with --recipe cmgan or diffusion_buffer"),
-        ("--model RUN/export --source RUN/export", "is not a folder with .wav or .flac files"),
+        ("--model RUN/export --source RUN/export", "is neither a recording nor a folder of them"),
     ],
 )
 def test_mistakes_of_infer_enhance_are_one_sentence(finished, tmp_path, words, sentence):

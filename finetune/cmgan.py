@@ -66,6 +66,15 @@ class Config(PairConfig):
     w_mag: float = flag(0.9, "loss weight of the spectrum's magnitude", low=0)
     w_time: float = flag(0.2, "loss weight of the waveform", low=0)
     w_gan: float = flag(0.05, "loss weight of the PESQ that the discriminator predicts (GAN loss)", low=0)
+    w_phase: float = flag(
+        0.0, "loss weight of phase, group delay and angular frequency (MP-SENet, which uses 0.3); 0 = off", low=0
+    )
+    w_consistency: float = flag(
+        0.0, "loss weight of what the way to a waveform and back changes (MP-SENet, which uses 0.1); 0 = off", low=0
+    )
+    pcs: bool = flag(
+        False, "train towards clean speech with perceptual contrast stretching (PCS): a higher PESQ, another sound"
+    )
     noisy_term: Literal["auto", "on", "off"] = flag(
         "auto",
         "train the discriminator on the PESQ of the noisy input too (MetricGAN+); auto = on when fine-tuning (--model)",
@@ -181,25 +190,38 @@ def build_data(config: Config, process: Process) -> tuple[Crops, PairDataset | N
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def loss_terms(estimate: signal.Estimate, discriminator) -> dict[str, torch.Tensor]:
+def loss_terms(estimate: signal.Estimate, discriminator, extra: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """The terms of the generator's loss without their weights, (B,) each: the mean over one sound.
 
     Evaluation uses them too. To add a term, add it here, and its weight in loss_weights; it is then logged as
-    loss_NAME. It must be 0 for a perfect estimate, which a check before training makes sure of.
+    loss_NAME. It must be 0 for a perfect estimate, which a check before training makes sure of. `extra`: terms that
+    are only computed if they have a weight, see `chosen_terms`.
     """
     magnitude, clean_magnitude = signal.magnitude(estimate.spec), signal.magnitude(estimate.clean_spec)
     predicted_quality = discriminator(clean_magnitude, magnitude)
-    return {
+    terms = {
         "ri": (estimate.spec - estimate.clean_spec).square().mean((2, 3)).sum(1),
         "mag": (magnitude - clean_magnitude).square().mean((1, 2, 3)),
         "time": (estimate.wave - estimate.normalised.clean).abs().mean(1),
         "gan": (predicted_quality - 1).square(),
     }
+    if "phase" in extra:
+        terms["phase"] = signal.phase_distance(estimate.spec, estimate.clean_spec)
+    if "consistency" in extra:  # overlapping frames must agree; those of an estimate need not
+        terms["consistency"] = (estimate.spec - signal.spectrum(estimate.wave)).square().mean((2, 3)).sum(1)
+    return terms
+
+
+def chosen_terms(config: Config):
+    """loss_terms with the terms that --w-phase and --w-consistency ask for."""
+    extra = tuple(name for name in ("phase", "consistency") if getattr(config, f"w_{name}"))
+    return functools.partial(loss_terms, extra=extra) if extra else loss_terms
 
 
 def loss_weights(config: Config, gan_level: float) -> dict[str, float]:
     """The weight of each term; `gan_level`: the part of the GAN loss that the gate lets through, 0 to 1."""
-    return {"ri": config.w_ri, "mag": config.w_mag, "time": config.w_time, "gan": config.w_gan * gan_level}
+    weights = {"ri": config.w_ri, "mag": config.w_mag, "time": config.w_time, "gan": config.w_gan * gan_level}
+    return weights | {"phase": config.w_phase, "consistency": config.w_consistency}
 
 
 def compute_loss(model, batch: dict, discriminator, config: Config, gan_ramp: GanRamp) -> LossOutput:
@@ -207,11 +229,12 @@ def compute_loss(model, batch: dict, discriminator, config: Config, gan_ramp: Ga
 
     `extra` is the estimate, detached, for the PESQ labels and the discriminator.
     """
-    normalised = signal.normalise(batch["noisy"], batch["clean"])
+    clean = signal.stretch_contrast(batch["clean"]) if config.pcs else batch["clean"]
+    normalised = signal.normalise(batch["noisy"], clean)
     estimate = signal.estimate(model(signal.spectrum(normalised.model_input)), normalised)
     weights, audible = loss_weights(config, gan_ramp.level), normalised.audible
     loss_sum, parts = 0.0, {}
-    for name, term_b in loss_terms(estimate, discriminator).items():
+    for name, term_b in chosen_terms(config)(estimate, discriminator).items():
         # A silent sound counts, but its loss is 0: there is nothing in it to enhance.
         term = (weights[name] * term_b * audible).sum()
         loss_sum = loss_sum + term
@@ -319,7 +342,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     say(f"clips {len(clips):,}, {steps} steps of {micro_batches_per_step} micro-batches of {config.micro_batch} crops")
     # A perfect estimate must have no loss: otherwise the training would aim at another sound than the clean one.
     first_batch = clips.batch(range(min(config.micro_batch, len(clips))))
-    require_perfect(first_batch["noisy"], first_batch["clean"], loss_terms)
+    require_perfect(first_batch["noisy"], first_batch["clean"], chosen_terms(config))
     labels = Labels(scorer, config.uses_noisy_term, config.replay, config.seed)
     gan_ramp = build_gan_ramp(config, len(eval_rows))
 
@@ -356,10 +379,10 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         "optimizer": [optim.describe_optimizer(optimizer) for optimizer in (g_optimizer, d_optimizer)],
     }
     run = runs.Run("cmgan", config, ds, process, fingerprint, steps)
-    window = int(config.window_seconds * signal.RATE)
+    window, terms = int(config.window_seconds * signal.RATE), chosen_terms(config)
     evaluation = None
     if len(eval_rows):
-        evaluation = Evaluation(EvalFiles(eval_pairs, eval_rows, loss_terms, window, scorer, process), config)
+        evaluation = Evaluation(EvalFiles(eval_pairs, eval_rows, terms, window, scorer, process), config)
     if run.checkpoint:
         loop_state = run.load(engines, ema)
         gan_ramp.restore(loop_state["gan_ramp"])
@@ -472,7 +495,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         export_check.require_same(run, ema, probe, generator, clips)
     warn_if_worse(run)
     if test_pairs:
-        test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), loss_terms, window, scorer, process)
+        test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), terms, window, scorer, process)
         test(test_files, loss_weights(config, 1.0), run, steps)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)

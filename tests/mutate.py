@@ -834,6 +834,9 @@ add("cmgan-time-loss", FILE, '"time": (estimate.wave - estimate.normalised.clean
     '"time": (estimate.wave - estimate.normalised.noisy).abs().mean(1)',
     "the waveform is compared with the noisy one", SOUND + "test_a_perfect_estimate_scores_zero_in_every_term")
 WATCH = "models/cmgan/test_watch.py::"
+add("cmgan-phase-turns", "finetune/models/cmgan/signal.py", "target[:, 0], -target[:, 1])  # (B, T, F)",
+    "target[:, 0], target[:, 1])  # (B, T, F)", "phases are added instead of compared",
+    SOUND + "test_phases_are_compared_without_their_turns_and_a_silent_bin_has_none")
 add("cmgan-gate", "finetune/models/cmgan/watch.py",
     'used = config.gan_gate == "on" or (config.gan_gate == "auto" and bool(config.model))',
     'used = config.gan_gate == "on"', "a random discriminator pulls a trained generator away",

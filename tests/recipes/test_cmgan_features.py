@@ -116,6 +116,20 @@ def test_both_networks_move_once_a_step_and_crops_of_one_sound_train(trained):
     assert all(math.isfinite(r["loss"]) and r["grad_norm_d"] > 0 for r in support.step_records(run))
 
 
+@pytest.mark.long
+def test_extra_losses_and_a_stretched_target_train_and_are_logged(trained, monkeypatch):
+    targets = []
+    made = cmgan.signal.stretch_contrast
+    monkeypatch.setattr(cmgan.signal, "stretch_contrast", lambda wave: targets.append(made(wave)) or targets[-1])
+    _, run = trained(steps=1, w_phase=0.3, w_consistency=0.1, pcs=True)
+    (record,) = support.step_records(run)
+    assert record["loss_phase"] > 0 and record["loss_consistency"] > 0 and len(targets) == 1
+    terms = [record[f"loss_{name}"] for name in ("ri", "mag", "time", "gan", "phase", "consistency")]
+    assert record["loss"] == pytest.approx(sum(terms), rel=1e-5)
+    evals = [r for r in support.metrics(run) if r.get("event") == "eval"]
+    assert all(r["grad_share_phase"] > 0 for r in evals)
+
+
 def test_too_many_missing_labels_end_the_run_and_name_the_reason(trained, tmp_path, monkeypatch):
     rows = [{"id": f"a_{i}", "noisy": noise(i), "clean": np.zeros(9000, np.int16)} for i in range(4)]
     data = support.write_pairs(tmp_path / "silent", rows)

@@ -56,7 +56,7 @@ def enhance_files(source: Source | Path, out: Path, rate: int, enhance: Callable
                 note, score = enhance_one(path, Path(folder), target, rate, enhance, source, predict, advance)
             scores += [score] if predict else []
             say(f"{target}  {seconds[path]:.1f} s{note}")
-    if scores:
+    if len(scores) > 1:
         say(f"mean of {len(scores)} recordings: {describe_scores(np.mean(scores, axis=0))}")
 
 

@@ -26,7 +26,7 @@ from common.keyed_random import generator as keyed
 from common.keyed_random import torch_seed
 from common.pairs import Crops, PairDataset
 from common.runtime import Process
-from common.speech_metrics import measure, pesq_wb
+from common.speech_metrics import gain, pesq_wb, si_sdr
 from models.cmgan import signal
 from models.cmgan.enhance import enhance
 from models.cmgan.evaluate import sounds
@@ -37,7 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 2 * signal.RATE
 CPU = torch.device("cpu")
 ALONE = Process(0, 1, CPU)
-NAMES = ("pesq", "si_sdr", "stoi", "gain")
 
 
 def main() -> None:
@@ -56,7 +55,7 @@ def main() -> None:
     held_out = pairs.rows_starting(args.hold_out)
     crops = Crops(pairs, np.setdiff1d(np.arange(len(pairs)), held_out), args.seconds, seed=0)
     files = [tuple(map(middle, sounds(pairs, row))) for row in held_out]
-    noisy = np.mean([[measure(clean, noise)[name] for name in NAMES] for noise, clean in files], axis=0)
+    noisy = np.mean([measures(clean, noise) for noise, clean in files], axis=0)
     print(f"{len(crops)} clips to train on, {len(files)} held-out; noisy: {describe(noisy)}")
     for name in ("public", "ours"):
         train(name, crops, files, args)
@@ -128,15 +127,17 @@ def evaluate(name: str, generator: TSCNet, files: list, weights: dict[str, float
         estimate = signal.Estimate(signal.spectrum(made), made, pair, signal.spectrum(pair.clean))
         terms = terms_of(name, estimate, torch.from_numpy(clean)[None], lambda *_: torch.ones(1))
         losses.append(sum(weights[term] * float(value) for term, value in terms.items()))
-        measured = measure(clean, wave)
-        scores.append([measured[score] for score in NAMES])
+        scores.append(measures(clean, wave))
     generator.train()
     return float(np.mean(losses)), np.mean(scores, axis=0)
 
 
+def measures(clean: np.ndarray, wave: np.ndarray) -> list[float]:
+    return [pesq_wb(clean, wave)[0], si_sdr(clean, wave), gain(clean, wave)]
+
+
 def describe(scores: np.ndarray) -> str:
-    pesq, si_sdr, stoi, gain = scores
-    return f"PESQ {pesq:.3f}  SI-SDR {si_sdr:5.2f} dB  STOI {stoi:.3f}  gain {gain:.2f}"
+    return "PESQ {:.3f}  SI-SDR {:5.2f} dB  gain {:.2f}".format(*scores)
 
 
 if __name__ == "__main__":

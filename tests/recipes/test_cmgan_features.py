@@ -234,6 +234,7 @@ def test_every_evaluation_shows_what_the_discriminator_says_about_the_outputs(fi
         assert event["d_pearson"] == evaluated["d_pearson"]  # beside the probe's
         picture = finished / "samples" / "discriminator" / f"step-{event['step']:08d}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (finished / "figures" / "discriminator.png").stat().st_size == picture.stat().st_size
 
 
 def test_mutation_a_random_eval_crop_is_seen(pairs, ranks, scorer, monkeypatch):

@@ -120,14 +120,16 @@ def of_outputs(points: list[list[float]]) -> dict[str, float]:
 
 
 def log_discriminator(run: Run, step: int, points: list[list[float]], metrics: dict[str, float]) -> None:
-    """The event "discriminator" with every point, and a scatter plot of them in samples/discriminator/."""
+    """The event "discriminator" with every point, and a scatter plot of them in samples/discriminator/. The report
+    shows the latest, because it is in figures/ too."""
     found = {name: value for name, value in metrics.items() if name.startswith("d_")}
     run.tracker.event("discriminator", step, points=np.round(points, 3).tolist(), **found)
     if run.process.is_main:
-        draw_points(run.folder / "samples" / "discriminator" / f"step-{step:08d}.png", points, metrics)
+        every, latest = f"samples/discriminator/step-{step:08d}.png", "figures/discriminator.png"
+        draw_points([run.folder / every, run.folder / latest], points, metrics)
 
 
-def draw_points(path: Path, points: list[list[float]], metrics: dict[str, float]) -> None:
+def draw_points(paths: list[Path], points: list[list[float]], metrics: dict[str, float]) -> None:
     """A failure is only a warning."""
     import matplotlib
 
@@ -139,11 +141,12 @@ def draw_points(path: Path, points: list[list[float]], metrics: dict[str, float]
     axis.plot([pesq for _, pesq in points], [predicted for predicted, _ in points], "o", markersize=3, alpha=0.7)
     axis.set(xlim=(0.9, 4.7), ylim=(0.9, 4.7), xlabel="PESQ of the output", ylabel="predicted")
     axis.set_title(f"correlation {metrics['d_made_pearson']:.2f}, probe {metrics['d_pearson']:.2f}", fontsize=9)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=80)
-    except OSError as error:
-        print(f"warning: {path} could not be written: {error}", flush=True)
+    for path in paths:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=80)
+        except OSError as error:
+            print(f"warning: {path} could not be written: {error}", flush=True)
     plt.close(figure)
 
 

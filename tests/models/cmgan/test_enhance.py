@@ -238,14 +238,18 @@ def test_quality_without_a_reference_is_predicted_before_and_after(tmp_path, mon
 
     package = types.ModuleType("speechmos")
     package.dnsmos = types.SimpleNamespace(run=run)
-    soundfile.write(tmp_path / "a.wav", tone(16000, 500), 16000, subtype="FLOAT")
+    for name, level in (("a", 1.0), ("b", 0.5)):
+        soundfile.write(tmp_path / f"{name}.wav", level * tone(16000, 500), 16000, subtype="FLOAT")
+    how = Source(tmp_path, dnsmos=True)
     monkeypatch.setitem(sys.modules, "speechmos", None)
     with pytest.raises(UserError, match="--dnsmos needs the package speechmos"):
-        enhanced(tmp_path / "a.wav", tmp_path / "out", dnsmos=True)
+        enhance_folder(Half(), how, tmp_path / "out", 32_000, "cpu")
     monkeypatch.setitem(sys.modules, "speechmos", package)
-    enhanced(tmp_path / "a.wav", tmp_path / "out", Half(), dnsmos=True)
-    printed = capsys.readouterr().out
-    assert printed.count("DNSMOS 2.00 -> 1.0") == 2 and "P.808 4.00 -> 2.0" in printed and "mean of 1 rec" in printed
+    enhance_folder(Half(), how, tmp_path / "out", 32_000, "cpu")
+    first, second, mean = capsys.readouterr().out.splitlines()
+    assert "a.wav  1.5 s, DNSMOS 2.00 -> 1.0" in first and "P.808 4.00 -> 2.0" in first
+    assert "b.wav  1.5 s, DNSMOS 1.00 -> 0.5" in second
+    assert mean.startswith("mean of 2 recordings: DNSMOS 1.50 -> 0.7")
 
 
 # ---- as published ----------------------------------------------------------------------------------------------

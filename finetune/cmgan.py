@@ -253,7 +253,8 @@ def discriminator_loss(discriminator, batch: tuple[Labelled, float, list[float]]
     clean, kinds = labelled.clean, (labelled.others, labelled.labels, labelled.valid, valid_labels)
     loss = (discriminator(clean, clean) - 1).square().sum() / sounds
     terms = {"clean": loss.detach()} | dict.fromkeys(("made", "noisy", "past"), torch.zeros_like(loss.detach()))
-    examples = [(name, clean, *kind) for name, *kind in zip(("made", "noisy"), *kinds, strict=False)]
+    names = ("made", "noisy")[: len(labelled.others)]
+    examples = [(name, clean, *kind) for name, *kind in zip(names, *kinds, strict=True)]
     examples += [("past", *past, valid_labels[0]) for past in labelled.past]
     for name, clean, other, labels, valid, count in examples:
         # Without any label the mask makes this term 0, but it is still computed: every rank has the same graph, and so

@@ -2,12 +2,15 @@
 
     python data/pairs.py --clean train/clean --noisy train/noisy --out pairs/train
     python data/pairs.py --clean speech --noise noises --snr -5:15 --out pairs/mixed
+    python data/pairs.py --voicebank VoiceBank-DEMAND --split train --out pairs/train
+    python data/pairs.py --source JacobLinCool/VoiceBank-DEMAND-16k --split train --out pairs/train
     python data/pairs.py --dn-lm DN-LM/train --out pairs/drone
 
 Noisy and clean files are matched by relative path without the suffix. Everything is mixed to mono and resampled once,
 here. With --noise, the noise file, the offset in it and the SNR depend only on --seed and the name of the clean file,
-so the same command makes the same mixtures anywhere. --dn-lm reads DroneNoise-LibriMix: folders with vocals.wav and
-mixture.wav.
+so the same command makes the same mixtures anywhere. --voicebank reads VoiceBank-DEMAND as it is published: folders
+such as clean_trainset_28spk_wav and noisy_testset_wav. --source is a Hugging Face dataset, on disk or on the hub, with
+the columns id, clean and noisy. --dn-lm reads DroneNoise-LibriMix: folders with vocals.wav and mixture.wav.
 """
 
 import argparse
@@ -28,16 +31,35 @@ import numpy as np
 
 from lib.clips import AUDIO_SUFFIXES, walk
 from lib.errors import UserError, run
+from lib.hf import open_hf
 from lib.waveform import Reject, prepare, read_samples
 
 COLUMNS = {"id": "string", "noisy": "int16 list", "clean": "int16 list", "samples": "int32"}
 
 
 @dataclass(frozen=True)
+class Cell:
+    """A recording in a Hugging Face dataset."""
+
+    source: str
+    split: str
+    row: int
+    column: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.column}, row {self.row}"
+
+    def read_bytes(self) -> bytes:
+        sound = open_hf(self.source)[self.split].select_columns([self.column])[self.row][self.column]
+        return sound["bytes"] or Path(sound["path"]).read_bytes()
+
+
+@dataclass(frozen=True)
 class Pair:
     id: str
-    clean: Path
-    other: Path | None  # the noisy file, or the noise to mix in; None: missing
+    clean: Path | Cell
+    other: Path | Cell | None  # the noisy recording, or the noise to mix in; None: missing
 
 
 @dataclass(frozen=True)
@@ -56,7 +78,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clean", type=Path, help="folder of clean speech")
     add("--noisy", type=Path, help="folder of noisy speech with the same file names")
     add("--noise", type=Path, help="folder of noise files to mix in, instead of --noisy")
-    add("--dn-lm", type=Path, help="folder of folders with vocals.wav and mixture.wav, instead of --clean and --noisy")
+    add("--voicebank", type=Path, help="folder with VoiceBank-DEMAND as published; with --split")
+    add("--source", help="Hugging Face dataset with the columns id, clean and noisy: folder or hub id")
+    add("--dn-lm", type=Path, help="folder of folders with vocals.wav and mixture.wav")
+    add("--split", help="with --voicebank: train, test, 28spk or 56spk; with --source: a split, if it has several")
     add("--snr", type=snr_range, metavar="LO:HI", help="with --noise: signal-to-noise range in dB, such as -5:15")
     add("--out", required=True, type=Path, help="folder for the dataset")
     add("--sample-rate", type=int, default=16000, help="sample rate in Hz (default: 16000)")
@@ -70,14 +95,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         index = argv.index("--snr")
         argv[index : index + 2] = [f"--snr={argv[index + 1]}"]
     args = parser.parse_args(argv)
-    if args.dn_lm and (args.clean or args.noisy or args.noise):
-        parser.error("--dn-lm cannot be used together with --clean, --noisy or --noise")
-    if not args.dn_lm and not args.clean:
-        parser.error("--clean or --dn-lm is needed")
-    if not args.dn_lm and (args.noisy is None) == (args.noise is None):
+    ways = ("clean", "dn_lm", "voicebank", "source")
+    given = [f"--{way.replace('_', '-')}" for way in ways if getattr(args, way)]
+    if not given:
+        parser.error("one of --clean, --voicebank, --source and --dn-lm is needed")
+    if not args.clean and (args.noisy or args.noise):
+        given.append("--noisy" if args.noisy else "--noise")
+    if len(given) > 1:
+        parser.error(f"{given[0]} cannot be used together with {given[1]}")
+    if args.clean and (args.noisy is None) == (args.noise is None):
         parser.error("--clean needs either --noisy or --noise")
     if (args.noise is None) != (args.snr is None):
         parser.error("--noise and --snr must be used together")
+    if args.voicebank and args.split not in VOICEBANK:
+        parser.error(f"--voicebank needs --split with one of {', '.join(VOICEBANK)}")
+    if args.split and not (args.voicebank or args.source):
+        parser.error("--split is for --voicebank and --source")
     return args
 
 
@@ -98,6 +131,10 @@ def main() -> int:
     settings = Settings(args.sample_rate, args.snr, args.seed, args.min_seconds)
     if args.dn_lm:
         pairs = find_stems(args.dn_lm)
+    elif args.voicebank:
+        pairs = find_pairs(*find_voicebank(args.voicebank, args.split), flag="--voicebank")
+    elif args.source:
+        pairs = find_rows(args.source, args.split)
     else:
         pairs = find_pairs(args.clean, args.noisy) if args.noisy else find_mixtures(args.clean, args.noise, args.seed)
     out = args.out.absolute()
@@ -145,12 +182,51 @@ def audio_files(folder: Path, flag: str) -> dict[str, Path]:
     return files
 
 
-def find_pairs(clean: Path, noisy: Path) -> list[Pair]:
-    clean_files, noisy_files = audio_files(clean, "--clean"), audio_files(noisy, "--noisy")
+def find_pairs(clean: Path, noisy: Path, flag: str = "") -> list[Pair]:
+    """`flag`: the one that both folders come from, if it is one."""
+    clean_files, noisy_files = audio_files(clean, flag or "--clean"), audio_files(noisy, flag or "--noisy")
     unmatched = sorted(noisy_files.keys() - clean_files.keys())
     if unmatched:
         print(f"{len(unmatched)} noisy files have no clean file and are left out: {', '.join(unmatched[:5])}")
     return [Pair(id, file, noisy_files.get(id)) for id, file in sorted(clean_files.items())]
+
+
+VOICEBANK = {
+    "train": ("trainset_28spk_wav", "trainset_56spk_wav"),
+    "test": ("testset_wav",),
+    "28spk": ("trainset_28spk_wav",),
+    "56spk": ("trainset_56spk_wav",),
+}
+
+
+def find_voicebank(folder: Path, split: str) -> tuple[Path, Path]:
+    """The folders of clean and of noisy speech in VoiceBank-DEMAND as it is published."""
+    found = [name for name in VOICEBANK[split] if (folder / f"clean_{name}").is_dir()]
+    if not found:
+        raise UserError(f"--voicebank {folder} has no folder clean_{' or clean_'.join(VOICEBANK[split])}")
+    if len(found) > 1:
+        raise UserError(f"--voicebank {folder} has two training sets: choose one with --split 28spk or --split 56spk")
+    return folder / f"clean_{found[0]}", folder / f"noisy_{found[0]}"
+
+
+def find_rows(source: str, split: str | None) -> list[Pair]:
+    """The rows of a Hugging Face dataset; audio is read later, row by row."""
+    splits = open_hf(source)
+    if split is None and len(splits) > 1:
+        raise UserError(f"--source {source} has the splits {', '.join(splits)}: choose one with --split")
+    split = next(iter(splits)) if split is None else split
+    if split not in splits:
+        raise UserError(f"--source {source} has no split {split}; it has {', '.join(filter(None, splits)) or 'none'}")
+    names = splits[split].column_names
+    if not {"clean", "noisy"} <= set(names):
+        raise UserError(f"--source {source} needs the columns id, clean and noisy; it has {', '.join(names)}")
+    ids = splits[split]["id"] if "id" in names else [f"{number:08d}" for number in range(len(splits[split]))]
+    pairs = {}
+    for row, id in enumerate(map(str, ids)):
+        if id in pairs:
+            raise UserError(f"--source {source}: two rows have the id {id}")
+        pairs[id] = Pair(id, *(Cell(source, split, row, column) for column in ("clean", "noisy")))
+    return list(pairs.values())
 
 
 def find_stems(folder: Path) -> list[Pair]:
@@ -180,8 +256,12 @@ def pairs_key(pairs: list[Pair], settings: Settings) -> str:
     digest = hashlib.sha256(repr(settings).encode())
     for pair in pairs:
         for file in (pair.clean, pair.other):
-            stat = file.stat() if file and file.exists() else None
-            digest.update(f"{pair.id}|{file}|{stat and (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)}".encode())
+            if isinstance(file, Cell):
+                state = open_hf(file.source)[file.split]._fingerprint
+            else:
+                stat = file.stat() if file and file.exists() else None
+                state = stat and (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            digest.update(f"{pair.id}|{file}|{state}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -207,7 +287,7 @@ def make_pair(pair: Pair, settings: Settings) -> dict:
         return {"id": pair.id, "clean_file": str(pair.clean), "other_file": str(pair.other), "reason": str(reason)}
 
 
-def read_mono(file: Path, settings: Settings) -> np.ndarray:
+def read_mono(file: Path | Cell, settings: Settings) -> np.ndarray:
     try:
         data = file.read_bytes()
     except OSError as error:

@@ -66,7 +66,19 @@ class Config(PairConfig):
     w_mag: float = flag(0.9, "loss weight of the spectrum's magnitude", low=0)
     w_time: float = flag(0.2, "loss weight of the waveform", low=0)
     w_gan: float = flag(0.05, "loss weight of the PESQ that the discriminator predicts (GAN loss)", low=0)
-    noisy_term: bool = flag(False, "train the discriminator on the PESQ of the noisy input too (MetricGAN+)")
+    w_phase: float = flag(
+        0.0, "loss weight of phase, group delay and angular frequency (MP-SENet, which uses 0.3); 0 = off", low=0
+    )
+    w_consistency: float = flag(
+        0.0, "loss weight of what the way to a waveform and back changes (MP-SENet, which uses 0.1); 0 = off", low=0
+    )
+    pcs: bool = flag(
+        False, "train towards clean speech with perceptual contrast stretching (PCS): a higher PESQ, another sound"
+    )
+    noisy_term: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "train the discriminator on the PESQ of the noisy input too (MetricGAN+); auto = on when fine-tuning (--model)",
+    )
     replay: int = flag(
         0, "train the discriminator on estimates of this many earlier steps too (MetricGAN+); 0 = none", low=0
     )
@@ -83,6 +95,11 @@ class Config(PairConfig):
         0.2, "stop when more than this fraction of the PESQ labels is missing", low=0, high=1, may_change=True
     )
     window_seconds: float = flag(16.0, "longer recordings are evaluated in overlapping windows of this length", low=2)
+
+    @property
+    def uses_noisy_term(self) -> bool:
+        # What a trained generator makes is all good: without noisy inputs its discriminator never meets a low PESQ.
+        return self.noisy_term == "on" or (self.noisy_term == "auto" and bool(self.model))
 
     @property
     def engine_precision(self) -> str:
@@ -130,7 +147,16 @@ from common.report import write_report
 from common.runtime import Process, all_sum, any_rank, barrier, init_process, run_main, say, stop_requested
 from common.scorer import Scorer
 from models.cmgan import signal
-from models.cmgan.evaluate import EvalFiles, Evaluation, judge_discriminator, probe, sample, test, warn_if_worse
+from models.cmgan.evaluate import (
+    EvalFiles,
+    Evaluation,
+    judge_discriminator,
+    log_discriminator,
+    probe,
+    sample,
+    test,
+    warn_if_worse,
+)
 from models.cmgan.labels import Labelled, Labels, count_missing, restart_count, valid_counts
 from models.cmgan.network import Discriminator, TSCNet, update_batch_norm
 from models.cmgan.watch import LOOK_BACK, GanRamp, alarms, build_gan_ramp, require_equal, require_perfect
@@ -165,25 +191,38 @@ def build_data(config: Config, process: Process) -> tuple[Crops, PairDataset | N
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def loss_terms(estimate: signal.Estimate, discriminator) -> dict[str, torch.Tensor]:
+def loss_terms(estimate: signal.Estimate, discriminator, extra: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """The terms of the generator's loss without their weights, (B,) each: the mean over one sound.
 
     Evaluation uses them too. To add a term, add it here, and its weight in loss_weights; it is then logged as
-    loss_NAME. It must be 0 for a perfect estimate, which a check before training makes sure of.
+    loss_NAME. It must be 0 for a perfect estimate, which a check before training makes sure of. `extra`: terms that
+    are only computed if they have a weight, see `chosen_terms`.
     """
     magnitude, clean_magnitude = signal.magnitude(estimate.spec), signal.magnitude(estimate.clean_spec)
     predicted_quality = discriminator(clean_magnitude, magnitude)
-    return {
+    terms = {
         "ri": (estimate.spec - estimate.clean_spec).square().mean((2, 3)).sum(1),
         "mag": (magnitude - clean_magnitude).square().mean((1, 2, 3)),
         "time": (estimate.wave - estimate.normalised.clean).abs().mean(1),
         "gan": (predicted_quality - 1).square(),
     }
+    if "phase" in extra:
+        terms["phase"] = signal.phase_distance(estimate.spec, estimate.clean_spec)
+    if "consistency" in extra:  # overlapping frames must agree; those of an estimate need not
+        terms["consistency"] = (estimate.spec - signal.spectrum(estimate.wave)).square().mean((2, 3)).sum(1)
+    return terms
+
+
+def chosen_terms(config: Config):
+    """loss_terms with the terms that --w-phase and --w-consistency ask for."""
+    extra = tuple(name for name in ("phase", "consistency") if getattr(config, f"w_{name}"))
+    return functools.partial(loss_terms, extra=extra) if extra else loss_terms
 
 
 def loss_weights(config: Config, gan_level: float) -> dict[str, float]:
     """The weight of each term; `gan_level`: the part of the GAN loss that the gate lets through, 0 to 1."""
-    return {"ri": config.w_ri, "mag": config.w_mag, "time": config.w_time, "gan": config.w_gan * gan_level}
+    weights = {"ri": config.w_ri, "mag": config.w_mag, "time": config.w_time, "gan": config.w_gan * gan_level}
+    return weights | {"phase": config.w_phase, "consistency": config.w_consistency}
 
 
 def compute_loss(model, batch: dict, discriminator, config: Config, gan_ramp: GanRamp) -> LossOutput:
@@ -191,11 +230,12 @@ def compute_loss(model, batch: dict, discriminator, config: Config, gan_ramp: Ga
 
     `extra` is the estimate, detached, for the PESQ labels and the discriminator.
     """
-    normalised = signal.normalise(batch["noisy"], batch["clean"])
+    clean = signal.stretch_contrast(batch["clean"]) if config.pcs else batch["clean"]
+    normalised = signal.normalise(batch["noisy"], clean)
     estimate = signal.estimate(model(signal.spectrum(normalised.model_input)), normalised)
     weights, audible = loss_weights(config, gan_ramp.level), normalised.audible
     loss_sum, parts = 0.0, {}
-    for name, term_b in loss_terms(estimate, discriminator).items():
+    for name, term_b in chosen_terms(config)(estimate, discriminator).items():
         # A silent sound counts, but its loss is 0: there is nothing in it to enhance.
         term = (weights[name] * term_b * audible).sum()
         loss_sum = loss_sum + term
@@ -208,17 +248,21 @@ def discriminator_loss(discriminator, batch: tuple[Labelled, float, list[float]]
 
     `batch`: a labelled micro-batch; the number of sounds in the whole step; its numbers of valid labels, of estimates
     and of noisy inputs. The loss is divided by these numbers here, because each term has its own.
+    `extra` is the loss by what D was asked about: clean sounds, estimates, noisy inputs, estimates of earlier steps.
     """
     labelled, sounds, valid_labels = batch
     clean, kinds = labelled.clean, (labelled.others, labelled.labels, labelled.valid, valid_labels)
     loss = (discriminator(clean, clean) - 1).square().sum() / sounds
-    examples = [(clean, *kind) for kind in zip(*kinds, strict=True)]
-    examples += [(*past, valid_labels[0]) for past in labelled.past]
-    for clean, other, labels, valid, count in examples:
+    terms = {"clean": loss.detach()} | dict.fromkeys(("made", "noisy", "past"), torch.zeros_like(loss.detach()))
+    names = ("made", "noisy")[: len(labelled.others)]
+    examples = [(name, clean, *kind) for name, *kind in zip(names, *kinds, strict=True)]
+    examples += [("past", *past, valid_labels[0]) for past in labelled.past]
+    for name, clean, other, labels, valid, count in examples:
         # Without any label the mask makes this term 0, but it is still computed: every rank has the same graph, and so
         # takes part in the same collectives.
-        loss = loss + (valid * (discriminator(clean, other) - labels).square()).sum() / max(1.0, count)
-    return LossOutput(loss, {})
+        term = (valid * (discriminator(clean, other) - labels).square()).sum() / max(1.0, count)
+        loss, terms[name] = loss + term, terms[name] + term.detach()
+    return LossOutput(loss, {}, extra=terms)
 
 
 # ---- evaluation and score --------------------------------------------------------------------------------------
@@ -238,13 +282,15 @@ def evaluate(
         return None
     require_equal(run.process, *networks)
     table = run.folder / "evaluations" / f"step-{step:08d}.csv"
-    metrics = evaluation.metrics(*networks, ema, loss_weights(run.config, gan_ramp.level), table)
+    metrics, points = evaluation.metrics(*networks, ema, loss_weights(run.config, gan_ramp.level), table)
     metrics |= {"gan_level": gan_ramp.level, "pesq_invalid": loop_state["missing"] / max(1, loop_state["labels"])}
     restart_count(loop_state)
     run.tracker.event("eval", step, **metrics)
+    log_discriminator(run, step, points, metrics)
     say(f"evaluation at step {step}: PESQ {metrics['pesq']:.3f} (noisy {metrics['noisy_pesq']:.3f})  STOI"
         f" {metrics['stoi']:.3f}  SI-SDR {metrics['si_sdr']:.2f}  gain {metrics['gain']:.2f}  loss"
-        f" {metrics['loss']:.4f}  D's correlation with PESQ {metrics['d_pearson']:.2f}  missing labels"
+        f" {metrics['loss']:.4f}  D's correlation with PESQ {metrics['d_pearson']:.2f}, on outputs"
+        f" {metrics['d_made_pearson']:.2f}  missing labels"
         f" {metrics['pesq_invalid']:.1%}")  # fmt: skip
     loop_state["history"] = [*loop_state["history"], [metrics["loss"], metrics["pesq"]]][-LOOK_BACK:]
     for message in alarms(metrics, evaluation.noisy, loop_state["history"], gan_ramp.level):
@@ -300,8 +346,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     say(f"clips {len(clips):,}, {steps} steps of {micro_batches_per_step} micro-batches of {config.micro_batch} crops")
     # A perfect estimate must have no loss: otherwise the training would aim at another sound than the clean one.
     first_batch = clips.batch(range(min(config.micro_batch, len(clips))))
-    require_perfect(first_batch["noisy"], first_batch["clean"], loss_terms)
-    labels = Labels(scorer, config.noisy_term, config.replay, config.seed)
+    require_perfect(first_batch["noisy"], first_batch["clean"], chosen_terms(config))
+    labels = Labels(scorer, config.uses_noisy_term, config.replay, config.seed)
     gan_ramp = build_gan_ramp(config, len(eval_rows))
 
     if config.world:
@@ -337,10 +383,10 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         "optimizer": [optim.describe_optimizer(optimizer) for optimizer in (g_optimizer, d_optimizer)],
     }
     run = runs.Run("cmgan", config, ds, process, fingerprint, steps)
-    window = int(config.window_seconds * signal.RATE)
+    window, terms = int(config.window_seconds * signal.RATE), chosen_terms(config)
     evaluation = None
     if len(eval_rows):
-        evaluation = Evaluation(EvalFiles(eval_pairs, eval_rows, loss_terms, window, scorer, process), config)
+        evaluation = Evaluation(EvalFiles(eval_pairs, eval_rows, terms, window, scorer, process), config)
     if run.checkpoint:
         loop_state = run.load(engines, ema)
         gan_ramp.restore(loop_state["gan_ramp"])
@@ -401,13 +447,13 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         *valid_labels, missing, redraws, silent = counts  # of all ranks
 
         # ---- one optimizer step of the discriminator ---------------------------------------------------------
-        loss_d = 0.0
+        terms_d = 0.0
         for i, micro_batch in enumerate(labelled):
             slot = i * process.world + process.rank
             torch.manual_seed(torch_seed(config.seed, step, slot, "dropout of d"))
             output = d_engine((micro_batch, step_weight, valid_labels))
             engine.backward(d_engine, output.loss_sum, 1.0, process.world)  # already divided
-            loss_d = loss_d + output.loss_sum.detach()
+            terms_d = terms_d + torch.stack(list(output.extra.values()))
             if i + 1 < config.accumulation:
                 d_engine.step()
         optim.set_learning_rate(d_engine, lr * config.disc_lr_ratio)
@@ -417,13 +463,14 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
-        loss_d = float(all_sum([float(loss_d)], process)[0])
+        terms_d = dict(zip(output.extra, all_sum(terms_d.tolist(), process).tolist(), strict=True))
         if applied and applied_d:
             ema.update(step)
             positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)  # audio samples
             epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
             more = {"epoch": epoch, "gan_level": gan_ramp.level}
-            more |= {"lr_d": lr * config.disc_lr_ratio, "grad_norm_d": grad_norm_d, "loss_d": loss_d}
+            more |= {"lr_d": lr * config.disc_lr_ratio, "grad_norm_d": grad_norm_d, "loss_d": sum(terms_d.values())}
+            more |= {f"loss_d_{name}": value for name, value in terms_d.items()}
             more |= {"pesq_wait_s": pesq_wait_s, "pesq_missing": int(missing)}
             more |= {"redraws": int(redraws), "silent": int(silent)}
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, **more)
@@ -452,7 +499,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         export_check.require_same(run, ema, probe, generator, clips)
     warn_if_worse(run)
     if test_pairs:
-        test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), loss_terms, window, scorer, process)
+        test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), terms, window, scorer, process)
         test(test_files, loss_weights(config, 1.0), run, steps)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)

@@ -862,10 +862,20 @@ add("cmgan-label-count", FILE, ".sum() / max(1.0, count)", ".sum() / sounds",
 add("cmgan-time-loss", FILE, '"time": (estimate.wave - estimate.normalised.clean).abs().mean(1)',
     '"time": (estimate.wave - estimate.normalised.noisy).abs().mean(1)',
     "the waveform is compared with the noisy one", SOUND + "test_a_perfect_estimate_scores_zero_in_every_term")
+WATCH = "models/cmgan/test_watch.py::"
+add("cmgan-phase-turns", "finetune/models/cmgan/signal.py", "target[:, 0], -target[:, 1])  # (B, T, F)",
+    "target[:, 0], target[:, 1])  # (B, T, F)", "phases are added instead of compared",
+    SOUND + "test_phases_are_compared_without_their_turns_and_a_silent_bin_has_none")
 add("cmgan-gate", "finetune/models/cmgan/watch.py",
     'used = config.gan_gate == "on" or (config.gan_gate == "auto" and bool(config.model))',
     'used = config.gan_gate == "on"', "a random discriminator pulls a trained generator away",
     "recipes/test_cmgan_features.py::test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back")
+add("cmgan-noisy-term", FILE, 'return self.noisy_term == "on" or (self.noisy_term == "auto" and bool(self.model))',
+    'return self.noisy_term == "on"', "a discriminator of good speech only: the gate never opens",
+    WATCH + "test_a_discriminator_that_learns_pesq_opens_the_gate_and_one_with_shuffled_labels_does_not")
+add("cmgan-own-outputs", "finetune/models/cmgan/watch.py", "generator(signal.spectrum(pair.model_input))",
+    "signal.spectrum(pair.clean)", "D is asked about clean speech instead of the generator's outputs",
+    WATCH + "test_predictions_for_the_generators_own_outputs_are_compared_with_their_pesq")
 add("cmgan-best-by-loss", FILE, 'return -metrics["pesq"] if math.isfinite(metrics["pesq"]) else None',
     'return metrics["loss"]', "the best is chosen by the loss, which contains the discriminator",
     "recipes/test_cmgan_features.py::test_the_best_by_pesq_is_exported_and_the_test_set_chooses_nothing")
@@ -875,6 +885,16 @@ add("cmgan-unfrozen", FILE, "with engine.frozen(discriminator):", "with torch.en
 add("cmgan-dropout-of-ranks", FILE, 'slot, "dropout"))', '"dropout"))',
     "all micro-batches of a step drop the same units",
     "recipes/test_cmgan.py::test_two_ranks_equal_one_process_in_both_networks")
+FILE = "finetune/common/enhance_folder.py"
+PEOPLE = "models/cmgan/test_enhance.py::"
+add("enhance-high-band", FILE, "block = block + whole - np.stack(next(heard), axis=1)[: len(block)]",
+    "block = block + whole", "the noisy recording is mixed back in",
+    PEOPLE + "test_above_8_khz_the_recording_is_cut_or_kept")
+add("enhance-resample-seam", FILE, "left, right = min(margin, start), min(margin, frames - end)", "left, right = 0, 0",
+    "a click every 20 s", PEOPLE + "test_resampling_in_blocks_is_resampling_the_whole")
+add("cmgan-padding", "finetune/models/cmgan/enhance.py", "if padding else noisy", "if False else noisy",
+    "the last samples differ from the published output",
+    PEOPLE + "test_the_output_is_the_published_one_up_to_its_last_sample")
 add("cmgan-seam", "finetune/models/cmgan/enhance.py", "wave[:FADE] = fade_in * wave[:FADE] + (1 - fade_in) * tail",
     "pass", "windows are joined with a hard seam", "models/cmgan/test_enhance.py::test_a_seam_is_a_cross_fade")
 
@@ -888,6 +908,8 @@ add("data-clipping", FILE, "np.round(wave * (32767 / peak))", "np.round(np.clip(
     "loud mixtures are clipped", MAKE_PAIRS + "test_loud_mixture_is_scaled_not_clipped")
 add("data-noise-place", FILE, 'start = keyed(settings.seed, id, "place", len(noise))', "start = 0",
     "every clip has the same piece of noise", MAKE_PAIRS + "test_each_clip_has_its_own_piece_of_the_noise")
+add("data-hf-columns", FILE, 'for column in ("clean", "noisy")))', 'for column in ("noisy", "clean")))',
+    "noisy speech is the target", MAKE_PAIRS + "test_hugging_face_columns")
 add("data-lengths", FILE, "if abs(len(clean) - len(noisy)) > 1:", "if False:", "unequal pairs are cut silently",
     MAKE_PAIRS + "test_lengths_and_names_are_checked")
 add("cluster-linkage", "data/cluster_speakers.py", '"cosine"), "average")', '"cosine"), "single")',

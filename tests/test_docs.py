@@ -88,6 +88,7 @@ def test_links_lead_to_files_and_named_tests_exist():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, demo, higgs_demo, demo_mot, pairs):
     """A folder that looks like a user's clone, with the files that the pages name."""
+    import datasets
     import soundfile
     import torch
 
@@ -127,6 +128,15 @@ def place(tmp_path_factory, demo, higgs_demo, demo_mot, pairs):
         clean, noisy = support.voice(1.5, seed=number)
         for name, wave in (("clean_train", clean), ("noisy_train", noisy), ("speech", clean)):
             soundfile.write(place / name / f"p{285 + number}_001.wav", wave, 16000)
+    (place / "VoiceBank-DEMAND").mkdir()
+    columns = {"id": sorted(path.stem for path in (place / "clean_train").iterdir())}
+    for side in ("clean", "noisy"):
+        (place / f"VoiceBank-DEMAND/{side}_trainset_28spk_wav").symlink_to(place / f"{side}_train")
+        columns[side] = sorted(map(str, (place / f"{side}_train").iterdir()))
+    vb_hf = datasets.Dataset.from_dict(columns)
+    for side in ("clean", "noisy"):
+        vb_hf = vb_hf.cast_column(side, datasets.Audio())
+    datasets.DatasetDict({"train": vb_hf}).save_to_disk(str(place / "vb_hf"))
     soundfile.write(place / "noisy_wavs/a.wav", noisy, 16000)
     soundfile.write(place / "noises/hiss.wav", np.random.default_rng(0).standard_normal(32000) * 0.1, 16000)
     for stem, wave in (("vocals", clean), ("noise", noisy - clean), ("mixture", noisy)):

@@ -1,10 +1,12 @@
-"""Enhance a folder of noisy recordings with what cmgan.py or diffusion_buffer.py trained.
+"""Enhance noisy recordings with what cmgan.py or diffusion_buffer.py trained.
 
 python finetune/infer/enhance.py --run runs/tuned --source noisy_wavs --out enhanced
 python finetune/infer/enhance.py --model runs/live/export --source noisy_wavs --out enhanced --delay 5
 python finetune/infer/enhance.py --model best_ckpt/ckpt --recipe cmgan --source noisy_wavs --out enhanced
 
-Every .wav and .flac below --source is written as .wav under the same name below --out. They must be 16 kHz mono.
+--source is a recording or a folder of them, at any sample rate, mono or stereo, in any format that libsndfile reads.
+Every one is written as .wav, at its own sample rate, under the same name below --out. The models hear up to 8 kHz:
+what is above is cut, or with --high-band keep left as it is, noise included.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from common.config import EXIT_USER_ERROR, UserError
 
 # Flags that only one kind of model has, and their defaults.
 OPTIONS = {
-    "cmgan": {"window_seconds": 16.0},
+    "cmgan": {"window_seconds": 16.0, "no_padding": False},
     "diffusion_buffer": {"delay": 0, "temperature": 1.0, "seed": 0},
 }
 LOWEST = {"window_seconds": 2, "delay": 0, "temperature": 0}
@@ -32,10 +34,23 @@ def parse_args(argv: list[str] | None = None):
     what.add_argument("--run", type=Path, help="run folder, whose export is used")
     what.add_argument("--model", type=Path, help="export folder, checkpoint folder or file of weights")
     parser.add_argument("--recipe", choices=OPTIONS, help="only for a file of weights that has no config.json")
-    parser.add_argument("--source", type=Path, required=True, help="folder of noisy recordings")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the enhanced recordings")
+    parser.add_argument("--source", type=Path, required=True, help="a noisy recording, or a folder of them")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the enhanced recordings, or a .wav for a single one"
+    )
+    parser.add_argument(
+        "--high-band", choices=("cut", "keep"), default="cut",
+        help="above the 8 kHz that the models hear: cut, or keep the recording's own sound (default: cut)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dnsmos", action="store_true", help="predict the quality before and after, without a reference (speechmos)"
+    )
     cmgan = parser.add_argument_group("only for cmgan")
     cmgan.add_argument("--window-seconds", type=float, help="length of the windows of long recordings (default: 16)")
+    cmgan.add_argument(
+        "--no-padding", action="store_true", default=None,
+        help="do not pad to whole frames with the recording's own start, as the published evaluation does",
+    )  # fmt: skip
     buffer = parser.add_argument_group("only for diffusion_buffer")
     buffer.add_argument("--delay", type=int, help="frames of delay; 0 = the whole buffer (default: 0)")
     buffer.add_argument("--temperature", type=float, help="scale of the diffusion noise; 0 = none (default: 1)")
@@ -70,7 +85,10 @@ def enhance(args) -> None:
         from models.cmgan.enhance import enhance_run
     else:
         from models.diffusion_buffer.enhance import enhance_run
-    enhance_run(str(model), args.source, args.out, **options)
+    from common.enhance_folder import Source
+
+    source = Source(args.source, args.high_band, args.dnsmos)
+    enhance_run(str(model), source, args.out, **options)
 
 
 def main() -> None:

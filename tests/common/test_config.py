@@ -73,7 +73,8 @@ FLAGS = {
     "cmgan": f"""{without(PAIR_FLAGS, "--max-spike")}
         --test-data --micro-batch --tf32 --no-tf32 --eval-files --seconds --hold-out --pesq-workers
         --disc-lr-ratio --schedule --decay-epochs --decay --channels --disc-channels --w-ri --w-mag --w-time --w-gan
-        --noisy-term --no-noisy-term --replay --gan-gate --gan-gate-open --gan-gate-close --gan-ramp
+        --w-phase --w-consistency --pcs --no-pcs
+        --noisy-term --replay --gan-gate --gan-gate-open --gan-gate-close --gan-ramp
         --probe --probe-every --max-pesq-invalid --window-seconds {ALIASES}
     """,
     "diffusion_buffer": f"""

@@ -14,7 +14,7 @@ FLAGS = {
     "demo": "out model",
     "score": "references similarity wer dnsmos",
     "check": "listen codec-weights",
-    "pairs": "clean noisy noise dn-lm snr out sample-rate seed min-seconds max-reject workers",
+    "pairs": "clean noisy noise voicebank source dn-lm split snr out sample-rate seed min-seconds max-reject workers",
     "cluster_speakers": "out embedder threshold",
     "train_codec": "source out rate strides encoder-width decoder-width codebooks codebook-size codebook-dim steps "
     "share batch crop lr held-out eval-every seed",

@@ -57,7 +57,71 @@ def test_folders_of_stems(script, clip, tmp_path):
     for side, stem in (("clean", "vocals"), ("noisy", "mixture")):
         assert np.abs(row[side] / 32767 - waves[0, stem]).max() < 1e-4
     code, _, err = script("pairs", "--dn-lm", tmp_path / "dn", "--clean", tmp_path / "dn", *options)
-    assert code == 2 and "cannot be used together with --clean" in err
+    assert code == 2 and "--clean cannot be used together with --dn-lm" in err
+
+
+def test_voicebank_as_published(script, clip, tmp_path):
+    root, waves = tmp_path / "vb", {}
+    for number, name in enumerate(("trainset_28spk_wav/p226_001", "testset_wav/p232_001")):
+        for side in ("clean", "noisy"):
+            path = root / f"{side}_{name}.wav"
+            waves[side, name] = clip(path, None, rate=48000, seed=2 * number + (side == "noisy"))[:, 0]
+    for split, name in (("train", "p226_001"), ("28spk", "p226_001"), ("test", "p232_001")):
+        code, _, err = script("pairs", "--voicebank", root, "--split", split, "--out", tmp_path / split)
+        assert code == 0, err
+        (row,) = rows(tmp_path / split).values()
+        assert row["id"] == name and row["samples"] == 9600  # 48 kHz, as published, becomes 16
+        assert np.abs(row["clean"].astype(float) - row["noisy"]).max() > 1000
+    for words, sentence in (
+        (("--split", "56spk"), "has no folder clean_trainset_56spk_wav"),
+        (("--split", "valid"), "--voicebank needs --split with one of train, test, 28spk, 56spk"),
+        ((), "--voicebank needs --split"),
+    ):
+        code, _, err = script("pairs", "--voicebank", root, "--out", tmp_path / "x", *words)
+        assert code == 2 and sentence in err
+    (root / "clean_trainset_56spk_wav").mkdir()
+    code, _, err = script("pairs", "--voicebank", root, "--split", "train", "--out", tmp_path / "x")
+    assert code == 2 and "choose one with --split 28spk or --split 56spk" in err
+
+
+def test_hugging_face_columns(script, clip, tmp_path):
+    """The same recordings as files and as a dataset make the same pairs; one row is broken."""
+    sides = {"clean": [], "noisy": []}
+    for number in range(3):
+        for side, files in sides.items():
+            path = tmp_path / f"{side}/p{number}.wav"
+            clip(path, None, rate=22050, seed=2 * number + (side == "noisy"))
+            files.append(str(path))
+    content = [{"bytes": Path(path).read_bytes(), "path": None} for path in sides["noisy"]]
+    content[2]["bytes"] = content[2]["bytes"][:999]
+    data = {"id": ["p0", "p1", "p2"], "clean": sides["clean"], "noisy": content}  # by path, and as bytes
+    data = (
+        datasets.Dataset.from_dict(data).cast_column("clean", datasets.Audio()).cast_column("noisy", datasets.Audio())
+    )
+    datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(str(tmp_path / "hf"))
+    words = ("pairs", "--source", tmp_path / "hf", "--max-reject", "0.5", "--out")
+    code, _, err = script(*words, tmp_path / "out", "--split", "train")
+    assert code == 0, err
+    code, _, err = script(
+        "pairs", "--clean", tmp_path / "clean", "--noisy", tmp_path / "noisy", "--out", tmp_path / "f"
+    )
+    assert code == 0, err
+    found, files = rows(tmp_path / "out"), rows(tmp_path / "f")
+    assert set(found) == {"p0", "p1"} and "noisy, row 2: truncated wav" in reasons(tmp_path / "out")["p2"]
+    for id, row in found.items():
+        assert all(np.array_equal(row[side], files[id][side]) for side in sides)
+    code, out, _ = script(*words, tmp_path / "out", "--split", "train")
+    assert code == 0 and "cache hit" in out
+    for more, sentence in (
+        ((), "has the splits train, test: choose one with --split"),
+        (("--split", "valid"), "has no split valid; it has train, test"),
+        (("--clean", tmp_path), "--clean cannot be used together with --source"),
+    ):
+        code, _, err = script(*words, tmp_path / "x", *more)
+        assert code == 2 and sentence in err, err
+    data.remove_columns("noisy").save_to_disk(str(tmp_path / "half"))
+    code, _, err = script("pairs", "--source", tmp_path / "half", "--out", tmp_path / "x")
+    assert code == 2 and "needs the columns id, clean and noisy; it has id, clean" in err
 
 
 def test_resampled_to_16_khz_and_mono(pairs, clip, tmp_path):

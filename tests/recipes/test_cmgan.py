@@ -53,7 +53,7 @@ def runs(datasets, two_ranks, tmp_path_factory):
     name = PairDataset(str(datasets / "train"), 16000).id(PLAN.micro_batch(1)[1][0])
     configs = {
         "zero0": {"ds": support.stage_file(folder, 0)},
-        "zero1": {"ds": support.stage_file(folder, 1), "noisy_term": True, "replay": 2},
+        "zero1": {"ds": support.stage_file(folder, 1), "noisy_term": "on", "replay": 2},
         "zero2": {"ds": "ds_configs/zero2.json", "ema": 0.9, "eval_every": 2, "eval_data": str(datasets / "eval")},
         "checkpointing": {"ds": "ds_configs/zero2.json", "gradient_checkpointing": True, "steps": 2},
         "bf16": {"ds": "ds_configs/zero2.json", "precision": "bf16", "steps": 2},

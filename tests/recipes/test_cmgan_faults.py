@@ -26,7 +26,7 @@ SCRIPT = support.ROOT / "finetune" / "cmgan.py"
 JOB = (
     "--channels 4 --disc-channels 2 --seconds 0.5 --micro-batch 1 --steps 12 --lr 1e-3 --ema 0.9 --hold-out dov "
     "--eval-files 2 --eval-every 4 --save-every 4 --samples 0 --probe 8 --probe-every 2 --gan-gate on "
-    "--gan-gate-open 0.01 --gan-gate-close 0 --gan-ramp 6 --replay 3 --noisy-term --no-gradient-checkpointing "
+    "--gan-gate-open 0.01 --gan-gate-close 0 --gan-ramp 6 --replay 3 --noisy-term on --no-gradient-checkpointing "
     "--decay-epochs 0.25"
 ).split()
 

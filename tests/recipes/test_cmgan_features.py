@@ -117,6 +117,20 @@ def test_both_networks_move_once_a_step_and_crops_of_one_sound_train(trained):
     assert all(math.isfinite(r["loss"]) and r["grad_norm_d"] > 0 for r in support.step_records(run))
 
 
+@pytest.mark.long
+def test_extra_losses_and_a_stretched_target_train_and_are_logged(trained, monkeypatch):
+    targets = []
+    made = cmgan.signal.stretch_contrast
+    monkeypatch.setattr(cmgan.signal, "stretch_contrast", lambda wave: targets.append(made(wave)) or targets[-1])
+    _, run = trained(steps=1, w_phase=0.3, w_consistency=0.1, pcs=True)
+    (record,) = support.step_records(run)
+    assert record["loss_phase"] > 0 and record["loss_consistency"] > 0 and len(targets) == 1
+    terms = [record[f"loss_{name}"] for name in ("ri", "mag", "time", "gan", "phase", "consistency")]
+    assert record["loss"] == pytest.approx(sum(terms), rel=1e-5)
+    evals = [r for r in support.metrics(run) if r.get("event") == "eval"]
+    assert all(r["grad_share_phase"] > 0 for r in evals)
+
+
 def test_too_many_missing_labels_end_the_run_and_name_the_reason(trained, tmp_path, monkeypatch):
     rows = [{"id": f"a_{i}", "noisy": noise(i), "clean": np.zeros(9000, np.int16)} for i in range(4)]
     data = support.write_pairs(tmp_path / "silent", rows)
@@ -185,6 +199,10 @@ def test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back(traine
     records = support.step_records(run)
     assert [r["gan_level"] for r in records] == [0, 0, 0, 0] and all(r["loss_gan"] == 0 for r in records)
     assert engines["d"].global_steps == 4  # it learns all the while
+    assert all(r["loss_d_noisy"] > 0 and r["loss_d_past"] == 0 for r in records)  # from noisy inputs too
+    for record in records:
+        parts = [record[f"loss_d_{name}"] for name in ("clean", "made", "noisy", "past")]
+        assert record["loss_d"] == pytest.approx(sum(parts)) and parts[0] > 0 and parts[1] > 0
     moved = weights(engines, "g")["mask_decoder.prelu_out.weight"] - published.mask_decoder.prelu_out.weight
     assert 0 < float(moved.abs().max()) <= 4.1 * SMALL["lr"]
     _, run = trained(**options, gan_gate_open=-1.0, gan_gate_close=-1.0, out=tmp_path / "open")
@@ -202,6 +220,22 @@ def test_an_export_goes_on_with_its_own_discriminator(trained, finished):
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_every_evaluation_shows_what_the_discriminator_says_about_the_outputs(finished):
+    records = support.metrics(finished)
+    assert all(r["loss_d_noisy"] == 0 for r in support.step_records(finished))  # from scratch: without noisy inputs
+    evals, events = ([r for r in records if r.get("event") == name] for name in ("eval", "discriminator"))
+    assert [r["step"] for r in events] == [r["step"] for r in evals] == [0, 1, 2, 3]
+    for evaluated, event in zip(evals, events, strict=True):
+        points = np.array(event["points"])
+        assert points.shape == (SMALL["probe"], 2) and points.min() >= 0.99 and points.max() < 4.7
+        assert event["d_made_pearson"] == evaluated["d_made_pearson"]
+        assert event["d_made_mae"] == pytest.approx(np.abs(points[:, 0] - points[:, 1]).mean(), abs=1e-3)
+        assert event["d_pearson"] == evaluated["d_pearson"]  # beside the probe's
+        picture = finished / "samples" / "discriminator" / f"step-{event['step']:08d}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (finished / "figures" / "discriminator.png").stat().st_size == picture.stat().st_size
 
 
 def test_mutation_a_random_eval_crop_is_seen(pairs, ranks, scorer, monkeypatch):
@@ -312,7 +346,7 @@ def test_enhance_writes_what_the_model_hears(finished, pairs, tmp_path):
     soundfile.write(tmp_path / "in" / "a.wav", noisy, 16000)
     model, _ = load_networks(str(finished / "export"))
     expected = enhance(model.eval(), noisy, 10**6, "cpu")
-    enhance_run(str(finished / "export"), tmp_path / "in", tmp_path / "out", 16.0)
+    enhance_run(str(finished / "export"), tmp_path / "in", tmp_path / "out", 16.0, no_padding=False)
     found, _ = soundfile.read(tmp_path / "out" / "a.wav", dtype="float32")
     assert np.abs(found - expected).max() < 1e-4
 
@@ -331,12 +365,13 @@ def test_infer_enhance_finds_the_kind_of_model(finished, place, tmp_path):
     ("words", "sentence"),
     [
         ("--run RUN --delay 2", "--delay is for diffusion_buffer models, but this is a cmgan model"),
+        ("--model BARE --recipe diffusion_buffer --no-padding", "--no-padding is for cmgan models"),
         ("--run RUN --window-seconds 1", "--window-seconds 1.0 is out of range"),
         ("--run RUN/nowhere", "nowhere does not exist"),
         ("--run RUN/checkpoints", "checkpoints has no export"),
         ("--model RUN --recipe diffusion_buffer", "was made by cmgan, not by --recipe diffusion_buffer"),
         ("--model BARE", "comes without a config.json: name its recipe with --recipe cmgan or diffusion_buffer"),
-        ("--model RUN/export --source RUN/export", "is not a folder with .wav or .flac files"),
+        ("--model RUN/export --source RUN/export", "is neither a recording nor a folder of them"),
     ],
 )
 def test_mistakes_of_infer_enhance_are_one_sentence(finished, tmp_path, words, sentence):

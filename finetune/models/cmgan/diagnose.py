@@ -20,7 +20,7 @@ from common.runtime import Process, say
 from common.scorer import Scorer, collect
 from common.speech_metrics import pesq_wb
 from models.cmgan import signal, watch
-from models.cmgan.evaluate import EvalFiles, Evaluation, means
+from models.cmgan.evaluate import EvalFiles, Evaluation, means, of_outputs
 from models.cmgan.network import Discriminator, TSCNet
 from models.cmgan.weights import load_networks
 
@@ -68,14 +68,16 @@ def diagnose(
     check_labels(findings, crops, scorer)
 
     networks = [net.to(process.device) for net in (generator, discriminator or Discriminator(config.disc_channels))]
-    check_memory(findings, networks, batch, loss_terms, config, process)
+    check_memory(findings, networks, crops, loss_terms, config, process)
     if model:
         window = int(config.window_seconds * signal.RATE)
         evaluation = Evaluation(EvalFiles(pairs, rows, loss_terms, window, scorer, process), config)
         metrics = means(evaluation.files.measure(*networks, weights)) | evaluation.shares(*networks, weights)
+        findings.add("memory of the evaluation", f"the process peaks at {peak_memory(process)}", True)
         check_output(findings, metrics, evaluation.noisy)
         if has_discriminator:
-            check_discriminator(findings, evaluation.probe.judge(networks[1]), metrics)
+            points = evaluation.probe.judge_outputs(*networks)
+            check_discriminator(findings, evaluation.probe.judge(networks[1]) | of_outputs(points), metrics)
         else:
             say("it has no discriminator: its correlation with PESQ and the gradient shares are not checked")
         check_history(findings, Path(model))
@@ -112,20 +114,29 @@ def check_losses(findings: Findings, batch: dict, loss_terms: Callable) -> None:
 
 
 def check_memory(
-    findings: Findings, networks: list, batch: dict, loss_terms: Callable, config, process: Process
+    findings: Findings, networks: list, crops: Crops, loss_terms: Callable, config, process: Process
 ) -> None:
-    """Runs before anything larger than a crop goes through the networks, because the peak is the whole process's.
+    """A step on a whole micro-batch. Runs before the evaluation, because the peak is that of the whole process.
 
     Works on copies: a forward pass in training mode would change the running statistics that are checked afterwards.
     """
     generator, discriminator = copy.deepcopy(networks)
     generator.set_compute(config.gradient_checkpointing, config.precision == "bf16")
-    pair = signal.normalise(batch["noisy"][:1].to(process.device), batch["clean"][:1].to(process.device))
     generator.train()
-    terms = loss_terms(signal.estimate(generator(signal.spectrum(pair.noisy)), pair), discriminator)
-    sum(term.sum() for term in terms.values()).backward()
-    text = f"one crop of {config.seconds:g} s forward and backward: the process peaks at {peak_memory(process)}"
-    findings.add("memory", text, True)
+    batch = crops.batch([number % len(crops) for number in range(config.micro_batch)])
+    text = f"one step on {config.micro_batch} crops of {config.seconds:g} s with optimizer states and EMA"
+    try:
+        # Copies of the size of what a training keeps: two moments per weight, and the EMA.
+        kept = [copy.deepcopy(network) for network in (generator, discriminator) for _ in range(2)]
+        kept += [copy.deepcopy(generator)] if config.ema else []
+        pair = signal.normalise(batch["noisy"].to(process.device), batch["clean"].to(process.device))
+        terms = loss_terms(signal.estimate(generator(signal.spectrum(pair.model_input)), pair), discriminator)
+        sum(term.sum() for term in terms.values()).backward()
+    except torch.OutOfMemoryError:
+        findings.add("memory", f"{text} does not fit: use a smaller --micro-batch, with more --accumulation", False)
+        return
+    del kept
+    findings.add("memory", f"{text}: the process peaks at {peak_memory(process)}", True)
 
 
 def check_labels(findings: Findings, crops: Crops, scorer: Scorer) -> None:
@@ -158,6 +169,9 @@ def check_output(findings: Findings, metrics: dict, noisy: dict) -> None:
 def check_discriminator(findings: Findings, judged: dict, metrics: dict) -> None:
     text = f"Pearson {judged['d_pearson']:.2f}, Spearman {judged['d_spearman']:.2f}, MAE {judged['d_mae']:.3f}"
     findings.add("discriminator follows PESQ", text, judged["d_pearson"] >= 0.8, fatal=False)
+    text = f"Pearson {judged['d_made_pearson']:.2f}, Spearman {judged['d_made_spearman']:.2f},"
+    text += f" mean error {judged['d_made_mae']:.2f} PESQ"
+    findings.add("and on the generator's outputs", text, judged["d_made_pearson"] >= 0.5, fatal=False)
     text = f"{judged['d_std']:.3f} of the labels' {judged['label_std']:.3f}; clean scores {judged['d_clean']:.2f}"
     findings.add("discriminator's spread", text, judged["d_std"] > 0.5 * judged["label_std"], fatal=False)
     prefix = "grad_share_"

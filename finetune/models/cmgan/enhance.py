@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.enhance_folder import enhance_files
+from common.enhance_folder import Source, enhance_files
 from models.cmgan import signal
 from models.cmgan.weights import load_networks
 
@@ -24,16 +24,23 @@ def windows(length: int, window: int) -> list[int]:
 
 
 @torch.no_grad()
-def enhance_blocks(model, read: Callable, length: int, scale: float, window: int, device) -> Iterator[np.ndarray]:
+def enhance_blocks(
+    model, read: Callable, length: int, scale: float, window: int, device, padding: bool = True
+) -> Iterator[np.ndarray]:
     """Yields the enhanced samples in order. `read(start, count)` returns noisy ones; `scale` normalises them to the
-    unit power of the whole recording."""
+    unit power of the whole recording.
+
+    `padding`: to whole hops with the recording's own start, as in the published evaluation; without it the last hop,
+    which no whole window covers, differs from the published output.
+    """
     starts = windows(length, window)
     fade_in = 0.5 - 0.5 * np.cos(np.pi * (np.arange(FADE) + 0.5) / FADE)
     tail = None
     for start, following in zip(starts, [*starts[1:], None], strict=True):
         count = min(window, length)
         noisy = torch.as_tensor(read(start, count), dtype=torch.float32, device=device) * scale
-        padded = torch.nn.functional.pad(noisy, (0, max(0, SHORTEST - count)))
+        padded = torch.cat([noisy, noisy[: -count % signal.HOP]]) if padding else noisy
+        padded = torch.nn.functional.pad(padded, (0, max(0, SHORTEST - len(padded))))
         estimate = model(signal.spectrum(padded[None]))
         wave = signal.wave_of(estimate, len(padded))[0, :count].cpu().numpy() / scale
         if tail is not None:
@@ -51,18 +58,22 @@ def scale_of(power: float) -> float:
     return 1.0 if power < signal.SILENT else power**-0.5
 
 
-def enhance(model, noisy: np.ndarray, window: int, device) -> np.ndarray:
+def enhance(model, noisy: np.ndarray, window: int, device, padding: bool = True) -> np.ndarray:
     """(L,) float samples -> (L,), normalised by the power of the whole recording."""
     scale = scale_of(float(np.square(noisy, dtype=np.float64).mean()))
-    blocks = enhance_blocks(model, lambda start, count: noisy[start : start + count], len(noisy), scale, window, device)
+
+    def read(start: int, count: int) -> np.ndarray:
+        return noisy[start : start + count]
+
+    blocks = enhance_blocks(model, read, len(noisy), scale, window, device, padding)
     return np.concatenate(list(blocks))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def enhance_folder(model, source: Path, out: Path, window: int, device) -> None:
-    """Enhances every recording below `source`, of any length, in bounded memory."""
+def enhance_folder(model, source: Source | Path, out: Path, window: int, device, padding: bool = True) -> None:
+    """Enhances every recording of `source`, of any length, in bounded memory."""
 
     def enhance_one(recording, power: float, write: Callable) -> str:
         def read(start: int, count: int) -> np.ndarray:
@@ -70,7 +81,7 @@ def enhance_folder(model, source: Path, out: Path, window: int, device) -> None:
             return recording.read(count, dtype="float32")
 
         over = 0
-        for block in enhance_blocks(model, read, recording.frames, scale_of(power), window, device):
+        for block in enhance_blocks(model, read, recording.frames, scale_of(power), window, device, padding):
             over += int((np.abs(block) > 1).sum())
             write(block)
         return f", {over} samples beyond full scale" if over else ""
@@ -79,8 +90,8 @@ def enhance_folder(model, source: Path, out: Path, window: int, device) -> None:
     enhance_files(source, out, signal.RATE, enhance_one)
 
 
-def enhance_run(model: str, source: Path, out: Path, window_seconds: float) -> None:
-    """Enhances a folder with the generator at `model`: a run, an export, a checkpoint or a file of weights."""
+def enhance_run(model: str, source: Source | Path, out: Path, window_seconds: float, no_padding: bool) -> None:
+    """Enhances recordings with the generator at `model`: a run, an export, a checkpoint or a file of weights."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator, _ = load_networks(model)
-    enhance_folder(generator.to(device), source, out, int(window_seconds * signal.RATE), device)
+    enhance_folder(generator.to(device), source, out, int(window_seconds * signal.RATE), device, not no_padding)

@@ -16,7 +16,7 @@ from common.runtime import Process, barrier, gather_lists, say, still_alive
 from common.scorer import Scorer, measured
 from models.cmgan import signal
 from models.cmgan.enhance import enhance
-from models.cmgan.watch import GanRamp, Probe, term_shares
+from models.cmgan.watch import GanRamp, Probe, agreement, term_shares
 from models.cmgan.weights import load_networks
 
 
@@ -87,23 +87,67 @@ class Evaluation:
         say(f"evaluation on {len(files.rows)} files; the noisy input has PESQ {self.noisy['pesq']:.3f}, STOI"
             f" {self.noisy['stoi']:.3f}, SI-SDR {self.noisy['si_sdr']:.2f} dB")  # fmt: skip
 
-    def metrics(self, generator, discriminator, ema: Ema, weights: dict[str, float], table: Path) -> dict[str, float]:
-        """All metrics of both networks, the generator with its EMA weights; the metrics per file go to `table`."""
+    def metrics(
+        self, generator, discriminator, ema: Ema, weights: dict[str, float], table: Path
+    ) -> tuple[dict[str, float], list[list[float]]]:
+        """All metrics of both networks, the generator with its EMA weights; the metrics per file go to `table`.
+
+        Also what the discriminator predicts for this generator's outputs, and their PESQ: pairs.
+        """
         raw = {}
         if ema.decay:
             raw["pesq_raw"] = means(self.files.measure(generator, discriminator, weights))["pesq"]
         with ema.applied():
             rows = self.files.measure(generator, discriminator, weights)
             shares = self.shares(generator, discriminator, weights)
+            points = self.probe.judge_outputs(generator, discriminator)
         if self.files.process.is_main:
             write_table(table, rows)
-        metrics = means(rows) | raw | shares | self.probe.judge(discriminator)
-        return metrics | {"gain_error": abs(metrics["gain"] - 1), "noisy_pesq": self.noisy["pesq"]}
+        metrics = means(rows) | raw | shares | self.probe.judge(discriminator) | of_outputs(points)
+        return metrics | {"gain_error": abs(metrics["gain"] - 1), "noisy_pesq": self.noisy["pesq"]}, points
 
     def shares(self, generator, discriminator, weights: dict[str, float]) -> dict[str, float]:
         """Each loss term's share of loss and gradient, on two sounds."""
         two = [side[:2].to(self.files.process.device) for side in (self.probe.noisy, self.probe.clean)]
         return term_shares(generator, discriminator, self.files.loss_terms, weights, *two)
+
+
+def of_outputs(points: list[list[float]]) -> dict[str, float]:
+    """How well the discriminator follows PESQ on the generator's outputs; NaN without any; the error in PESQ."""
+    if not points:
+        return dict.fromkeys(("d_made_pearson", "d_made_spearman", "d_made_mae"), float("nan"))
+    return {name.replace("d_", "d_made_"): value for name, value in agreement(*np.array(points).T).items()}
+
+
+def log_discriminator(run: Run, step: int, points: list[list[float]], metrics: dict[str, float]) -> None:
+    """The event "discriminator" with every point, and a scatter plot of them in samples/discriminator/. The report
+    shows the latest, because it is in figures/ too."""
+    found = {name: value for name, value in metrics.items() if name.startswith("d_")}
+    run.tracker.event("discriminator", step, points=np.round(points, 3).tolist(), **found)
+    if run.process.is_main:
+        every, latest = f"samples/discriminator/step-{step:08d}.png", "figures/discriminator.png"
+        draw_points([run.folder / every, run.folder / latest], points, metrics)
+
+
+def draw_points(paths: list[Path], points: list[list[float]], metrics: dict[str, float]) -> None:
+    """A failure is only a warning."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(3.2, 3.2), layout="constrained")
+    axis.plot([1, 4.5], [1, 4.5], linewidth=0.8, color="gray")
+    axis.plot([pesq for _, pesq in points], [predicted for predicted, _ in points], "o", markersize=3, alpha=0.7)
+    axis.set(xlim=(0.9, 4.7), ylim=(0.9, 4.7), xlabel="PESQ of the output", ylabel="predicted")
+    axis.set_title(f"correlation {metrics['d_made_pearson']:.2f}, probe {metrics['d_pearson']:.2f}", fontsize=9)
+    for path in paths:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=80)
+        except OSError as error:
+            print(f"warning: {path} could not be written: {error}", flush=True)
+    plt.close(figure)
 
 
 def judge_discriminator(gan_ramp: GanRamp, evaluation: Evaluation, discriminator, run: Run, step: int) -> None:

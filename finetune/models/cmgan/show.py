@@ -69,7 +69,7 @@ def compute(recipe, config, ds: dict, batch: dict, process: Process) -> tuple:
     with evaluating(generator), evaluating(discriminator):
         ramp = GanRamp(used=False, opens=0, closes=0, ramp=1)
         output = recipe.compute_loss(generator, to_device(batch, process.device), discriminator, config, ramp)
-        return output, recipe.loss_terms(output.extra, discriminator)
+        return output, recipe.chosen_terms(config)(output.extra, discriminator)
 
 
 def magnitude(spec) -> np.ndarray:

@@ -71,7 +71,7 @@ class Probe:
     """A fixed set of held-out sounds with little to much noise, and their true PESQ."""
 
     def __init__(self, pairs: PairDataset, rows, count: int, length: int, seed: int, scorer: Scorer, process: Process):
-        noisy, clean = [], []
+        noisy, clean, recorded = [], [], []
         for number in range(count):
             row = rows[number % len(rows)]
             key = (seed, "probe", number, pairs.id(row))
@@ -81,17 +81,19 @@ class Probe:
             level = 10 ** (-2 + 2.3 * uniform(*key, "level"))
             noisy.append(clean_crop + np.float32(level) * (noisy_crop - clean_crop))
             clean.append(clean_crop)
-        noisy, clean = np.stack(noisy), np.stack(clean)
+            recorded.append(noisy_crop)
+        noisy, clean, recorded = np.stack(noisy), np.stack(clean), np.stack(recorded)
         numbers = range(process.rank, count, process.world)
         scores, _ = collect(scorer.pesq(clean[numbers], noisy[numbers]))
         pesq = dict(gather_lists(list(zip(numbers, scores.tolist(), strict=True)), process))
         kept = [number for number in range(count) if np.isfinite(pesq[number])]
         if len(kept) < 4:
             raise UserError(f"only {len(kept)} of {count} probe sounds of the evaluation data have a PESQ value.")
-        self.process = process
+        self.process, self.scorer = process, scorer
         self.pesq = np.array([pesq[number] for number in kept])
         self.labels = signal.quality(torch.tensor(self.pesq)).numpy()
         self.noisy, self.clean = torch.from_numpy(noisy[kept]), torch.from_numpy(clean[kept])
+        self.recorded = torch.from_numpy(recorded[kept])  # with the noise at its own level
 
     @torch.no_grad()
     def judge(self, discriminator) -> dict[str, float]:
@@ -110,6 +112,29 @@ class Probe:
             "d_std": float(predictions.std()),
             "label_std": float(self.labels.std()),
         }
+
+    @torch.no_grad()
+    def judge_outputs(self, generator, discriminator) -> list[list[float]]:
+        """What the discriminator predicts for the generator's own outputs, and their PESQ: pairs, both 1 to 4.5.
+
+        A discriminator may follow PESQ from clean to noisy speech and yet not tell one enhanced sound from another,
+        which is what it trains the generator with. The same on every rank.
+        """
+        generator.eval()
+        discriminator.eval()
+        waiting = []
+        for number in range(self.process.rank, len(self.labels), self.process.world):
+            one = slice(number, number + 1)
+            pair = signal.normalise(self.recorded[one].to(self.process.device), self.clean[one].to(self.process.device))
+            made = signal.estimate(generator(signal.spectrum(pair.model_input)), pair)
+            predicted = discriminator(signal.magnitude(made.clean_spec), signal.magnitude(made.spec)).item()
+            score = self.scorer.pesq(pair.clean.float().cpu().numpy(), made.wave.float().cpu().numpy())
+            waiting.append((number, 1 + 3.5 * predicted, score))
+        generator.train()
+        discriminator.train()
+        points = [(number, predicted, float(collect(score)[0][0])) for number, predicted, score in waiting]
+        points = sorted(gather_lists(points, self.process))
+        return [[predicted, pesq] for _, predicted, pesq in points if np.isfinite(pesq)]
 
 
 def agreement(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:

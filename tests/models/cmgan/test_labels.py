@@ -68,6 +68,10 @@ def test_a_silent_sound_is_masked_and_the_others_keep_their_own_labels(estimate,
         opinions, of_clean = judge(made.clean, made.others[0]), judge(made.clean, made.clean)
     wanted = ((of_clean - 1) ** 2).mean() + ((opinions[[0, 2]] - made.labels[0][[0, 2]]) ** 2).mean()
     assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
+    terms = discriminator_loss(judge, (made, 3.0, counts)).extra
+    assert float(terms["clean"]) == pytest.approx(float(((of_clean - 1) ** 2).mean()), rel=1e-5)
+    assert float(terms["made"]) == pytest.approx(float(wanted - terms["clean"]), rel=1e-4)
+    assert terms["noisy"] == terms["past"] == 0
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in judge.parameters())
 

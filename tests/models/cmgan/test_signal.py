@@ -154,3 +154,84 @@ def test_silence_teaches_the_generator_nothing_and_leaves_its_neighbours_gradien
 
 def test_labels_are_clamped_to_what_a_sigmoid_can_say():
     assert signal.quality(torch.tensor([1.0, 2.75, 4.5, 4.644, 0.9])).tolist() == [0.0, 0.5, 1.0, 1.0, 0.0]
+
+
+# ---- what higher-scoring enhancers add ---------------------------------------------------------------------------
+
+
+def test_phases_are_compared_without_their_turns_and_a_silent_bin_has_none():
+    draw = np.random.default_rng(0)
+    phases = draw.uniform(-np.pi, np.pi, (2, 2, 5, 7))  # of both, B T F
+    sizes = draw.uniform(0.5, 2, (2, 2, 5, 7))
+    spec, target = (
+        torch.tensor(np.stack([size * np.cos(phase), size * np.sin(phase)], 1), dtype=torch.float32)
+        for size, phase in zip(sizes, phases, strict=True)
+    )
+
+    def wrapped(x):
+        return np.abs((x + np.pi) % (2 * np.pi) - np.pi).mean((1, 2))
+
+    differences = phases[0] - phases[1]
+    expected = wrapped(differences) + wrapped(np.diff(differences, axis=2)) + wrapped(np.diff(differences, axis=1))
+    assert signal.phase_distance(spec, target).numpy() == pytest.approx(expected, abs=1e-5)
+    assert signal.phase_distance(target, target).abs().max() < 1e-6
+    silent = torch.zeros_like(spec).requires_grad_()
+    distance = signal.phase_distance(silent, target).sum() + signal.phase_distance(spec, silent).sum()
+    distance.backward()
+    assert float(distance) == 0 and silent.grad.isfinite().all()
+
+
+def test_extra_terms_are_zero_for_a_perfect_estimate_and_count_only_with_a_weight(pair):
+    config = cmgan.Config(w_phase=0.3, w_consistency=0.1)
+    both = cmgan.chosen_terms(config)
+    perfect = watch.perfect_terms(*pair, both)
+    assert set(perfect) == {"ri", "mag", "time", "phase", "consistency"} and max(perfect.values()) < 1e-4
+    assert cmgan.chosen_terms(cmgan.Config()) is cmgan.loss_terms
+    normalised = signal.normalise(*pair)
+    spec = signal.spectrum(normalised.noisy)
+    spec = (spec * torch.rand(spec.shape, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    made = signal.estimate(spec, normalised)
+    terms = both(made, lambda clean, other: torch.ones(2))
+    again = torch.stft(made.wave, 400, 100, window=torch.hamming_window(400), return_complex=True).transpose(1, 2)
+    again = torch.polar(again.abs() ** 0.3, again.angle())
+    found = torch.complex(spec[:, 0], spec[:, 1]) - again
+    assert torch.allclose(terms["consistency"], found.abs().square().mean((1, 2)), rtol=1e-4)
+    assert terms["consistency"].min() > 0.01 and terms["phase"].min() > 0.5
+    (terms["phase"] + terms["consistency"]).sum().backward()
+    assert spec.grad.isfinite().all()
+
+
+def test_a_weighted_term_is_part_of_the_loss(pair):
+    torch.manual_seed(0)
+    model, judge = TSCNet(4).eval(), Discriminator(2).eval()
+    batch, gan_ramp = dict(zip(("noisy", "clean"), pair, strict=True)), watch.GanRamp(False, 0.8, 0.6, 1)
+    plain, more = (
+        cmgan.compute_loss(model, batch, judge, cmgan.Config(**flags), gan_ramp)
+        for flags in ({}, {"w_phase": 0.3, "w_consistency": 0.1})
+    )
+    extra = [more.parts[name][0] for name in ("phase", "consistency")]
+    assert min(extra) > 0 and "phase" not in plain.parts
+    assert float(more.loss_sum) == pytest.approx(float(plain.loss_sum + sum(extra)), rel=1e-5)
+
+
+def test_contrast_is_stretched_as_published_at_the_same_power():
+    """Against scipy's spectrum and the published factors, bin by bin."""
+    wave = speech_like()[:1]
+    window = scipy_signal.get_window("hamming", 400)
+    frames = scipy_signal.ShortTimeFFT(window, 100, 16000, mfft=400)
+    bins = frames.stft(wave[0].double().numpy())
+    factors = np.ones(201)
+    for first, end, factor in (
+        (3, 5, 1.070175439), (5, 8, 1.182456140), (8, 10, 1.287719298), (10, 110, 1.4), (110, 130, 1.322807018),
+        (130, 160, 1.238596491), (160, 190, 1.161403509), (190, 201, 1.077192982),
+    ):  # fmt: skip
+        factors[first:end] = factor
+    size = np.expm1(factors[:, None] * np.log1p(np.abs(bins)))
+    expected = frames.istft(size * np.exp(1j * np.angle(bins)), k1=wave.shape[1])
+    expected *= np.sqrt(np.mean(wave[0].numpy() ** 2) / np.mean(expected**2))
+    found = signal.stretch_contrast(wave)[0].numpy()
+    inside = slice(800, -800)  # the edges are padded in another way
+    error = np.square(found - expected)[inside].mean() / np.square(expected)[inside].mean()
+    assert error < 1e-4 and np.square(found).mean() == pytest.approx(np.square(wave[0].numpy()).mean(), rel=1e-4)
+    assert np.abs(found - wave[0].numpy()).max() > 0.005
+    assert signal.stretch_contrast(torch.zeros(1, 8000)).isfinite().all()

@@ -326,9 +326,11 @@ def test_a_folder_is_enhanced_file_by_file(tmp_path, capsys):
     assert rate == 16000 and len(made) == len(noisy) and np.abs(made - noisy).max() < 1e-4
     printed = capsys.readouterr().out
     assert "latency at --delay 2: 11.9 ms" in printed and "real-time factor" in printed
-    soundfile.write(tmp_path / "in" / "stereo.wav", np.zeros((100, 2)), 16000)
-    with pytest.raises(UserError, match="stereo.wav has 16000 Hz, 2 channel"):
-        enhance_folder(PassThrough(), SMALL, tmp_path / "in", tmp_path / "out", 2)
+    both = np.stack([noisy, 0.5 * noisy], axis=1)
+    soundfile.write(tmp_path / "in" / "stereo.wav", both, 16000)
+    enhance_folder(PassThrough(), SMALL, tmp_path / "in", tmp_path / "out", 2)  # each channel is a stream
+    made, rate = soundfile.read(tmp_path / "out" / "stereo.wav", dtype="float32")
+    assert made.shape == both.shape and np.abs(made - both).max() < 1e-4
 
 
 def test_an_exported_run_enhances_a_folder(tmp_path):

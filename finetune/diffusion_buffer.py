@@ -74,10 +74,12 @@ class Config(PairConfig):
         "pesq", "metric that selects the best checkpoint, and that --schedule plateau watches", group="output"
     )
 
-    network: Literal["ncsnpp", "block_causal"] = flag(
-        "ncsnpp", "ncsnpp: the network of the first paper; block_causal: of the second"
+    network: Literal["ncsnpp", "ncsnpp_large", "block_causal"] = flag(
+        "ncsnpp",
+        "ncsnpp: the network of the first paper; ncsnpp_large: the official trainer's default size of it; block_causal:"
+        " the network of the second paper",
     )
-    width: int = flag(0, "channels of the first scale; 0 = as published (ncsnpp 96, block_causal 128)", low=0)
+    width: int = flag(0, "channels of the first scale; 0 = as published (ncsnpp 96, the others 128)", low=0)
     block: Literal[16, 32] = flag(32, "block_causal: frames per block")
     n_fft: int = flag(510, "STFT window length in samples", low=30)
     hop: int = flag(256, "samples between STFT frames", low=8)
@@ -110,6 +112,11 @@ class Config(PairConfig):
     level: Literal["none", "track"] = flag("none", "track: causal loudness normalisation")
     phase: Literal["auto", "start", "middle"] = flag(
         "auto", "reference of the STFT phase: the window's start (ncsnpp, official weights) or middle (block_causal)"
+    )
+    stream: Literal["own", "official"] = flag(
+        "own",
+        "official: enhance as the official code does, with an empty context until the buffer is full, and with --loss"
+        " dp a context that each network call estimates again",
     )
     gain_low: float = flag(-12.0, "lower bound of the random gain of a crop in dB")
     gain_high: float = flag(6.0, "upper bound of the random gain of a crop in dB")

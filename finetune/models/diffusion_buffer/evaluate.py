@@ -55,13 +55,17 @@ def evaluated_delays(spec: Spec) -> list[int]:
     return sorted({min(2**i, spec.buffer) for i in range(spec.buffer.bit_length() + 1)})
 
 
+def files_together(device: torch.device) -> int:
+    return FILES_ON_CPU if device.type == "cpu" else FILES_ON_GPU
+
+
 def stream_files(network, clips: EvalClips, count: int, delays: list[int], process: Process) -> Iterator[tuple]:
     """(index, noisy, clean, enhanced at each delay) of this rank's share of the first `count` files.
 
     Some files are streamed together: of similar lengths, so that few of them wait for the longest.
     """
     mine = sorted(range(process.rank, count, process.world), key=lambda index: clips.pairs.samples[clips.rows[index]])
-    together = FILES_ON_CPU if process.device.type == "cpu" else FILES_ON_GPU
+    together = files_together(process.device)
     for start in range(0, len(mine), together):
         still_alive()
         indices = mine[start : start + together]

@@ -772,6 +772,9 @@ FILE = "finetune/models/diffusion_buffer/data.py"
 add("buffer-crop-place", FILE, "start = (last - spec.frames + 1) * spec.hop - spec.n_fft // 2",
     "start = (last - spec.frames + 1) * spec.hop", "training frames lie half a window later than a stream's",
     SIGNAL + "test_a_window_is_a_cut_of_the_whole_spectrum_with_silence_before")
+add("buffer-level-gain", FILE, "[: last + 1] * np.square(32768 * gain), spec)", "[: last + 1], spec)",
+    "--level track ignores a crop's gain",
+    SIGNAL + "test_a_crop_s_level_has_its_gain_and_the_powers_of_a_clip_are_computed_once")
 FILE = "finetune/diffusion_buffer.py"
 add("buffer-score-sign", FILE, "error_nfb = sigma_nb[:, None] * output_nfb + z_nfb",
     "error_nfb = sigma_nb[:, None] * output_nfb - z_nfb", "DSM with the wrong sign",

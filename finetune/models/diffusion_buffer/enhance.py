@@ -231,8 +231,8 @@ def enhance_at(
     places = torch.tensor([-delay for delay in delays], device=device)
     coming_out = torch.arange(steps[0], device=device)[:, None] + places + 1  # (steps, D) frames; negative: none yet
     if spec.level == "track":
-        factors = [signal.loudness_factors(torch.from_numpy(waves[i]), steps[0], spec) for i in order]
-        loudness = torch.stack(factors).to(device)
+        powers = [signal.frame_powers(torch.from_numpy(waves[i]), steps[0], spec) for i in order]
+        loudness = torch.from_numpy(np.stack([signal.loudness_factors(part, spec) for part in powers])).to(device)
         noisy, loudness = noisy * loudness[..., None], loudness[:, coming_out.clamp(min=0)]
 
     buffer, overlap = Buffer(network, spec, len(waves), device=device, **options), OverlapAdd(spec, device)

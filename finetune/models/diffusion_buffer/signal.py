@@ -243,7 +243,18 @@ class LoudnessTracker:
         return (TARGET_RMS / math.sqrt(self.power_sum / self.weight_sum)) ** POWER if self.weight_sum else 1.0
 
 
-def loudness_factors(wave: torch.Tensor, frames: int, spec: Spec) -> torch.Tensor:
-    """(frames,) factors of the first frames of a recording, as a stream would compute them."""
-    tracker, spectrum = LoudnessTracker(spec), whole_spectrum(wave, spec, frames)
-    return torch.tensor([tracker.push(frame) for frame in spectrum.T])
+def frame_powers(wave: torch.Tensor, frames: int, spec: Spec) -> np.ndarray:
+    """(frames,) mean squares of the samples in the first frames of a recording, as the tracker takes them."""
+    bins = expand(whole_spectrum(wave, spec, frames))
+    return (bins.abs().square().mean(0) / window(spec).square().sum()).numpy()
+
+
+def loudness_factors(powers: np.ndarray, spec: Spec) -> np.ndarray:
+    """(frames,) the tracker's factors for the frames of a recording with these powers, without a loop over them."""
+    from scipy.signal import lfilter
+
+    loud, decay = powers > PAUSE_RMS**2, math.exp(-spec.hop / RATE / AVERAGING_SECONDS)
+    heard = np.stack([powers[loud].astype(np.float64), np.ones(loud.sum())])
+    power_sums, weight_sums = lfilter([1.0], [1.0, -decay], heard)
+    factors = (TARGET_RMS / np.sqrt(power_sums / weight_sums)) ** POWER
+    return np.concatenate([[1.0], factors])[np.cumsum(loud)].astype(np.float32)  # a pause has that of the sound before

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from common import samples, speech_metrics
+from common.config import UserError
 from common.evaluation import evaluating
+from common.memory import try_in_memory
 from common.pairs import PairDataset
 from common.runs import Run
 from common.runtime import Process, gather_lists, still_alive
@@ -66,13 +68,21 @@ def stream_files(network, clips: EvalClips, count: int, delays: list[int], proce
     """
     mine = sorted(range(process.rank, count, process.world), key=lambda index: clips.pairs.samples[clips.rows[index]])
     together = files_together(process.device)
-    for start in range(0, len(mine), together):
+    while mine:
         still_alive()
-        indices = mine[start : start + together]
+        indices = mine[:together]
         sides = [clips.waves(index) for index in indices]
+        waves = [noisy for noisy, _ in sides]
         with evaluating(network):
-            waves = [noisy for noisy, _ in sides]
-            enhanced = enhance_at(network, waves, clips.spec, delays, process.device, seed=clips.seed)
+            enhanced, problem = try_in_memory(
+                lambda waves=waves: enhance_at(network, waves, clips.spec, delays, process.device, seed=clips.seed)
+            )
+        if problem and together == 1:
+            raise UserError(f"streaming {clips.id(indices[0])!r} does not fit into memory ({problem}).")
+        if problem:  # this rank alone: it takes part in no collective here
+            together = (len(indices) + 1) // 2
+            continue
+        mine = mine[together:]
         for index, (noisy, clean), made in zip(indices, sides, enhanced, strict=True):
             yield index, noisy, clean, made
 

@@ -87,12 +87,14 @@ def share_of_step(loss_sum: torch.Tensor, step_weight: float, world: int) -> tor
     if not loss_sum.requires_grad:
         raise UserError("the loss has no gradient: it does not depend on any trained parameter.")
     loss = loss_sum * (world / step_weight)
-    return loss * (1 + (loss - loss).detach())  # inf - inf is NaN
+    loss = loss * (1 + (loss - loss).detach())  # inf - inf is NaN
+    return loss
 
 
 def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> None:
     """Backward pass of one micro-batch's share of the step's loss."""
-    engine.backward(share_of_step(loss_sum, step_weight, world), scale_wrt_gas=False)
+    loss = share_of_step(loss_sum, step_weight, world)
+    engine.backward(loss, scale_wrt_gas=False)
 
 
 def take_step(engine, max_norm: float = math.inf) -> tuple[bool, float]:

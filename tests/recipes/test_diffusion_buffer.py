@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -246,6 +247,17 @@ def test_the_evaluation_is_the_exported_stream(runs, data):
     assert (runs / "zero2" / "figures" / "quality-latency.png").stat().st_size > 5000
     assert "quality-latency" in (runs / "zero2" / "report.html").read_text()
     assert soundfile.info(runs / "zero2" / "samples" / "step-00000004" / "file-0000.wav").frames == len(clean)
+
+
+@pytest.mark.quick
+def test_a_checkpoint_is_opened_as_the_export_of_its_step(runs, tmp_path):
+    exported, spec = load_network(str(runs / "zero2" / "export"))
+    shutil.copytree(runs / "zero2", tmp_path / "run", ignore=shutil.ignore_patterns("export"))
+    for place in (runs / "zero2" / "checkpoints" / "step-00000004", tmp_path / "run"):  # a run that has not finished
+        network, found = load_network(str(place))
+        assert found == spec and worst(network.state_dict(), exported.state_dict()) == 0
+    raw = network_of(runs / "zero2")
+    assert worst(raw, exported.state_dict()) > 0  # the average, not what was trained last
 
 
 def test_other_networks_and_losses_train_too(runs):

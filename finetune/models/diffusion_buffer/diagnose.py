@@ -371,7 +371,7 @@ def check_memory(spec: Spec, network, config, compute_loss: Callable, process: P
     ema.update(0)
     seconds, (training,) = time.monotonic() - began, memory_gb(process).values()
     memory.forget_peak(process)
-    together = files_together(process.device)
+    together = files_together(spec, process.device)
     sounds = [np.zeros(4 * spec.hop, np.float32)] * together
     with ema.applied(), evaluating(network):
         enhance_at(network, sounds, spec, [spec.buffer], process.device)

@@ -4,13 +4,17 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from torch.nn import functional as F
 
 from common.config import UserError
 from diffusion_buffer import Config
+from infer import convert, enhance
 from models.diffusion_buffer.diagnose import randomised
+from models.diffusion_buffer.enhance import enhance as stream_whole
 from models.diffusion_buffer.network import (
     BlockCausal,
     CumulativeNorm,
@@ -408,6 +412,43 @@ def test_an_official_checkpoint_tells_its_settings(tmp_path):
         open_model(path, Config, {"hop": 128, "loss": "dp", "output_scale": "time"})
     with pytest.raises(UserError, match="--lr is a flag for training"):
         open_model(path, Config, {"lr": 1e-3})
+
+
+def command(module, *words):
+    """Runs a command of infer/ in this process."""
+    parse = module.parse_args
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["command", *map(str, words)])
+        return parse()
+
+
+def test_an_official_file_is_converted_and_enhances_as_it_does_itself(tmp_path, capsys):
+    source = randomised(build_network("ncsnpp_large", 8, 32))
+    file = lightning(source, tmp_path / "a.ckpt", **CLI | {"n_fft": 126, "hop_length": 64, "num_frames": 32})
+    flags = ["--reverse-start", "0.5", "--buffer", "6"]
+    convert.convert(command(convert, "--model", file, "--out", tmp_path / "live", *flags))
+    assert "--reverse-start 0.5" in capsys.readouterr().out
+    (tmp_path / "in").mkdir()
+    noisy = 0.1 * np.random.default_rng(0).standard_normal(1600)
+    soundfile.write(tmp_path / "in" / "a.wav", noisy, 16000, subtype="FLOAT")
+    made = []
+    for words in (["--model", tmp_path / "live"], ["--model", file, "--recipe", "diffusion_buffer", *flags]):
+        out = tmp_path / f"out{len(made)}"
+        enhance.enhance(command(enhance, *words, "--source", tmp_path / "in", "--out", out, "--temperature", "0"))
+        made.append(soundfile.read(out / "a.wav", dtype="float32")[0])
+    assert np.array_equal(*made) and len(made[0]) == 1600
+    spec = open_model(str(file), Config, {"reverse_start": 0.5, "buffer": 6})[1]
+    assert spec.stream == "official" and np.array_equal(
+        made[0], stream_whole(source.eval(), noisy.astype(np.float32), spec, temperature=0.0)
+    )
+    with pytest.raises(UserError, match="live exists already"):
+        convert.convert(command(convert, "--model", file, "--out", tmp_path / "live"))
+    with pytest.raises(UserError, match="is not a file; a run of this project is converted with --run"):
+        convert.convert(command(convert, "--model", tmp_path / "live", "--out", tmp_path / "other"))
+    with pytest.raises(UserError, match="unknown flag --bufer; did you mean --buffer"):
+        enhance.enhance(command(enhance, *words, "--source", "a", "--out", "b", "--bufer", "3"))
+    with pytest.raises(SystemExit):
+        command(convert, "--run", "runs/a", "--buffer", "3")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Config(PairConfig):
     epochs: float = flag(250.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
     # Crops are planned one by one: how they are split into micro-batches and ranks does not change the training.
     micro_batch: int = flag(
-        4, "crops per micro-batch on each rank; halved if it runs out of memory", group="schedule", low=1,
+        4, "crops per micro-batch on each rank; computed in parts if it runs out of memory", group="schedule", low=1,
         may_change=True,
     )  # fmt: skip
     accumulation: int = flag(
@@ -74,10 +74,12 @@ class Config(PairConfig):
         "pesq", "metric that selects the best checkpoint, and that --schedule plateau watches", group="output"
     )
 
-    network: Literal["ncsnpp", "block_causal"] = flag(
-        "ncsnpp", "ncsnpp: the network of the first paper; block_causal: of the second"
+    network: Literal["ncsnpp", "ncsnpp_large", "block_causal"] = flag(
+        "ncsnpp",
+        "ncsnpp: the network of the first paper; ncsnpp_large: the official trainer's default size of it; block_causal:"
+        " the network of the second paper",
     )
-    width: int = flag(0, "channels of the first scale; 0 = as published (ncsnpp 96, block_causal 128)", low=0)
+    width: int = flag(0, "channels of the first scale; 0 = as published (ncsnpp 96, the others 128)", low=0)
     block: Literal[16, 32] = flag(32, "block_causal: frames per block")
     n_fft: int = flag(510, "STFT window length in samples", low=30)
     hop: int = flag(256, "samples between STFT frames", low=8)
@@ -110,6 +112,11 @@ class Config(PairConfig):
     level: Literal["none", "track"] = flag("none", "track: causal loudness normalisation")
     phase: Literal["auto", "start", "middle"] = flag(
         "auto", "reference of the STFT phase: the window's start (ncsnpp, official weights) or middle (block_causal)"
+    )
+    stream: Literal["own", "official"] = flag(
+        "own",
+        "official: enhance as the official code does, with an empty context until the buffer is full, and with --loss"
+        " dp a context that each network call estimates again",
     )
     gain_low: float = flag(-12.0, "lower bound of the random gain of a crop in dB")
     gain_high: float = flag(6.0, "upper bound of the random gain of a crop in dB")
@@ -153,7 +160,7 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 import torch
 from torch import nn
 
-from common import engine, export_check, memory, optim, runs
+from common import engine, export_check, in_parts, memory, optim, runs
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
 from common.keyed_random import torch_seed, uniform
@@ -264,18 +271,18 @@ def own_context(model, clean_nfk, noisy_nfk, batch: dict, times, scales) -> torc
 FP32_STEPS = 100  # how long --precision bf16 computes in fp32 after a loss that was finite only there
 
 
-def loss_or_fp32(ds_engine, batch: dict) -> tuple[LossOutput, bool]:
-    """The loss, and whether it had to be computed in fp32 because it is finite only there.
+def loss_or_fp32(module, batch: dict) -> LossOutput:
+    """The loss; `rescued` in its extra: whether it had to be computed in fp32 because it is finite only there.
 
     A loss that is not finite even in fp32 comes from the clip or the weights: the step is then skipped as usual.
     Looking at the loss waits for the GPU. It has to be before the backward pass: after it the gradients of all
     micro-batches are one sum, which a NaN has spoilt.
     """
-    output = ds_engine(batch)
-    if not batch["autocast"] or bool(output.loss_sum.isfinite()):
-        return output, False
-    output = ds_engine(batch | {"autocast": False})
-    return output, bool(output.loss_sum.isfinite())
+    output, rescued = module(batch), False
+    if batch["autocast"] and not bool(output.loss_sum.isfinite()):
+        output = module(batch | {"autocast": False})
+        rescued = bool(output.loss_sum.isfinite())
+    return output._replace(extra=output.extra | {"rescued": rescued})
 
 
 # ---- evaluation and score --------------------------------------------------------------------------------------
@@ -357,20 +364,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         batch = build_batch(range(config.micro_batch), step=0)
         return memory.predict_on_paper(model, config, loss_fn, batch, can_shard=False)
 
-    def try_micro_batch(size: int) -> None:
-        batch = to_device(build_batch(range(size), step=0), process.device)
-        output = loss_fn(model.to(process.device), batch)
-        torch.autograd.grad(output.loss_sum, [p for p in model.parameters() if p.requires_grad])  # leaves no .grad
-
-    # A micro-batch that does not fit into memory is halved before the engine is told the accumulation.
-    split = memory.fit_micro_batch(try_micro_batch, config.micro_batch, config.accumulation, process)
-    halved = split != (config.micro_batch, config.accumulation)
-    if halved:
-        config = dataclasses.replace(config, micro_batch=split[0], accumulation=split[1])
-        ds = resolve_ds(config.ds, config, process.world)
-    micro_batches_per_step = process.world * config.accumulation
-
     # optimizer and engine
+    micro_batches_per_step = process.world * config.accumulation
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("GroupNorm", "out_layers.0"))
     optimizer = optim.build_optimizer(groups, config, ds, betas=(0.9, 0.999))  # any torch optimizer works here
     predicted = memory.report_prediction(model, optimizer, ds, config, process)
@@ -386,8 +381,6 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     fingerprint = clips.fingerprint() | {"crops": crops_per_step, "optimizer": optim.describe_optimizer(optimizer)}
     run = runs.Run("diffusion_buffer", config, ds, process, fingerprint, steps)
     dump_stacks_on_usr2(run.folder, process)
-    if halved:
-        run.tracker.event("out_of_memory", run.start_step, micro_batch=split[0], accumulation=split[1])
     # Evaluations since the last new best, drops of the learning rate, and the step up to which bf16 is off.
     loop_state = {"stale": 0, "drops": 0, "fp32_until": 0}
     if run.checkpoint:
@@ -404,22 +397,22 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
+    compute = functools.partial(loss_or_fp32, ds_engine.module)
+    parts = 1  # that a micro-batch is computed in; more once it has run out of memory
     model.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step ------------------------------------------------------------------------------
         # The loss is divided once, by the number of target bins of the whole step (all ranks, all micro-batches).
-        meter, rescued, extras, sigmas = Meter(), False, [], []
+        meter, extras, sigmas, parts_before = Meter(), [], [], parts
         step_weight = crops_per_step * spec.bins * buffer_size(step, spec, config)
         for i in range(config.accumulation):
             with meter.waiting():
                 batch = next(batches)
             if step < loop_state["fp32_until"]:
                 batch["autocast"] = False
-            output, finite_in_fp32 = loss_or_fp32(ds_engine, batch)
-            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            output, parts = in_parts.backward(ds_engine, batch, compute, step_weight, parts, process)
             meter.add(batch, output)
-            rescued |= finite_in_fp32
-            extras.append(output.extra)
+            extras += output.extra
             sigmas.append(batch["sigma"])
             if i + 1 < config.accumulation:
                 ds_engine.step()  # DeepSpeed only counts the micro-batch here
@@ -430,8 +423,10 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
+        if parts > parts_before:
+            run.tracker.event("out_of_memory", done, parts=parts)
         # Where bf16 failed once it will soon fail again, and each failure costs a second forward pass.
-        if config.precision == "bf16" and any_rank(rescued, process):
+        if config.precision == "bf16" and any_rank(any(extra["rescued"] for extra in extras), process):
             loop_state["fp32_until"] = done + FP32_STEPS
             run.tracker.event("amp_fallback", done, until=loop_state["fp32_until"])
             say(f"warning: the loss of step {done} was finite only in fp32; the next {FP32_STEPS} steps use fp32")
@@ -439,7 +434,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         if applied:
             ema.update(step)
             # On this rank: large outputs, or diffusion times that are off, show here before the loss does.
-            seen = {name: max(float(extra[name]) for extra in extras) for name in extras[0]}
+            seen = {name: max(float(extra[name]) for extra in extras) for name in ("out_rms", "out_max")}
             seen |= {"sigma_min": float(torch.cat(sigmas).min()), "sigma_max": float(torch.cat(sigmas).max())}
             positions = sum(clips.real_frames(epoch, int(rows[0])) for epoch, rows in planned)
             epoch = round(done * crops_per_step / plan.per_epoch, 4)

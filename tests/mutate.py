@@ -735,6 +735,11 @@ add("mot-first-loss", "finetune/llama_mot.py", "if abs(loss - expected) > 0.5:",
 
 # Diffusion Buffer
 
+add("parts-only-the-last", "finetune/common/in_parts.py", "a.add_(b) for a, b", "b for a, b",
+    "only the last part of a micro-batch is trained on",
+    "common/test_in_parts.py::test_parts_add_up_to_the_gradient_of_the_whole")
+add("parts-forgotten", "finetune/common/in_parts.py", "return output, parts", "return output, 1",
+    "every step runs out of memory again", "common/test_in_parts.py::test_parts_add_up_to_the_gradient_of_the_whole")
 FILE = "finetune/models/diffusion_buffer/network.py"
 PLAIN_A = "models/diffusion_buffer/test_network.py::test_ncsnpp_equals_the_plain_computation"
 PLAIN_B = "models/diffusion_buffer/test_network.py::test_block_causal_equals_the_plain_computation"
@@ -779,6 +784,13 @@ add("buffer-drift-sign", FILE, "- self.g.square() * out", "+ self.g.square() * o
     "the score pushes away from clean speech", STREAM + "test_the_exact_score_gives_clean_speech[10]")
 add("buffer-phase", FILE, ") * self.phase_signs, self.spec.n_fft)", "), self.spec.n_fft)",
     "--phase middle is not undone", STREAM + "test_a_phase_from_the_middle_is_that_of_the_turned_window")
+OFFICIAL = STREAM + "test_the_official_stream_is_the_official_loop"
+add("buffer-official-start", FILE, "if official and self.count < size:", "if False:",
+    "the official stream without its empty start", OFFICIAL)
+add("buffer-official-start-late", FILE, "if official and self.count < size:", "if official and self.count < size - 1:",
+    "the context is cleared one frame too few", OFFICIAL)
+add("buffer-official-context", FILE, "(output if official and self.spec.predicts_clean else self.x)", "(self.x)",
+    "the official stream without its renewed context", OFFICIAL)
 FILE = "finetune/models/diffusion_buffer/signal.py"
 SIGNAL = "models/diffusion_buffer/test_signal.py::"
 add("buffer-g", FILE, "return math.sqrt(spec.sde_c) * spec.sde_k", "return spec.sde_c * spec.sde_k",
@@ -794,6 +806,9 @@ FILE = "finetune/models/diffusion_buffer/data.py"
 add("buffer-crop-place", FILE, "start = (last - spec.frames + 1) * spec.hop - spec.n_fft // 2",
     "start = (last - spec.frames + 1) * spec.hop", "training frames lie half a window later than a stream's",
     SIGNAL + "test_a_window_is_a_cut_of_the_whole_spectrum_with_silence_before")
+add("buffer-level-gain", FILE, "[: last + 1] * np.square(32768 * gain), spec)", "[: last + 1], spec)",
+    "--level track ignores a crop's gain",
+    SIGNAL + "test_a_crop_s_level_has_its_gain_and_the_powers_of_a_clip_are_computed_once")
 FILE = "finetune/diffusion_buffer.py"
 add("buffer-score-sign", FILE, "error_nfb = sigma_nb[:, None] * output_nfb + z_nfb",
     "error_nfb = sigma_nb[:, None] * output_nfb - z_nfb", "DSM with the wrong sign",
@@ -807,9 +822,22 @@ add("doctor-demo-settings", "finetune/infer/diagnose.py",
     "flags = trained_flags(read_record(place)) if place else {}", "flags = {}",
     "the doctor checks the defaults, not the user's run",
     "models/diffusion_buffer/test_diagnose.py::test_a_run_is_checked_with_its_own_settings")
+add("doctor-own-model", "finetune/infer/diagnose.py",
+    "network, spec = open_model(changes", "spec = open_model(changes",
+    "the doctor checks another network than the trained one",
+    "models/diffusion_buffer/test_diagnose.py::test_a_run_is_checked_with_its_own_settings")
 add("doctor-own-spec", "finetune/models/diffusion_buffer/diagnose.py", "spec, checks = spec_of(config), dict(CHECKS)",
     "spec, checks = Spec(), dict(CHECKS)", "the checks run with the paper's settings",
     "models/diffusion_buffer/test_diagnose.py::test_every_check_gets_the_settings_of_the_flags")
+add("buffer-large-attention", "finetune/models/diffusion_buffer/network.py",
+    "skips.append(next(parts)(h) if level == ATTENTION_LEVEL else h)",
+    "skips.append(h + 0 * next(parts)(h) if level == ATTENTION_LEVEL else h)",
+    "the large network without the attention of its fifth scale",
+    "models/diffusion_buffer/test_network.py::test_ncsnpp_large_equals_the_plain_computation")
+add("buffer-official-context-time", "finetune/models/diffusion_buffer/weights.py",
+    'settings["context_time"] = 1.0', 'settings["context_time"] = 0.0',
+    "official weights are shown other times than in their training",
+    "models/diffusion_buffer/test_network.py::test_an_official_checkpoint_tells_its_settings")
 add("buffer-official-average", "finetune/models/diffusion_buffer/weights.py", "fill_ema(network, ema, path)", "pass",
     "an official checkpoint gives its raw weights, not their average",
     "models/diffusion_buffer/test_network.py::test_a_lightning_checkpoint_gives_its_average")

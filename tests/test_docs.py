@@ -95,6 +95,7 @@ def place(tmp_path_factory, demo, higgs_demo, demo_mot, pairs):
     from helpers.dia_support import native_of
     from models.cmgan.network import TSCNet
     from models.dia.weights import load_dia
+    from models.diffusion_buffer.network import NCSNpp
 
     place = tmp_path_factory.mktemp("clone")
     for name in ("launch.sh", "finetune", "data", "ds_configs", "requirements.txt"):
@@ -142,6 +143,9 @@ def place(tmp_path_factory, demo, higgs_demo, demo_mot, pairs):
     for stem, wave in (("vocals", clean), ("noise", noisy - clean), ("mixture", noisy)):
         soundfile.write(place / f"DN-LM/train/s0/{stem}.wav", wave, 16000)
     torch.save(TSCNet(4).state_dict(), place / "best_ckpt/ckpt")
+    official = {f"dnn.{name}": value for name, value in NCSNpp(8).state_dict().items()}
+    arguments = {"sde": "bbed", "num_frames": 16, "diff_buffer_length_inference": 8, "loss_type": "onestep"}
+    torch.save({"state_dict": official, "hyper_parameters": arguments}, place / "official.ckpt")
     return place
 
 

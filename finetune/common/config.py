@@ -278,6 +278,17 @@ def build_parser(config_class, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def parse_words(config_class, words: list[str]) -> dict:
+    """The recipe's flags among these words of a command line, for commands that take them besides their own."""
+    parser = build_parser(config_class, "")
+    found, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UserError(unknown_flag(unknown[0], parser))
+    if found.config:
+        raise UserError("--config is for training; this command takes the flags themselves.")
+    return {name: value for name, value in vars(found).items() if value is not None}
+
+
 def flags_of(config_class) -> dict[str, dataclasses.Field]:
     return {item.name: item for item in dataclasses.fields(config_class) if item.name not in config_class.without}
 

@@ -15,7 +15,7 @@ from common.config import UserError
 from common.contracts import LossOutput
 from common.ds_config import fit_buckets, stage_of
 from common.hub import on_paper
-from common.memory import count_parameters, peak_memory, saved_bytes
+from common.memory import count_parameters, peak_memory, saved_bytes, try_in_memory
 from common.runtime import Process, say
 
 _hf_ds_config = None  # transformers holds only a weak reference to it
@@ -77,8 +77,8 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict):
 # ---- one optimizer step ----------------------------------------------------------------------------------------
 
 
-def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> None:
-    """Backward pass of one micro-batch's share of the step's loss, which is its loss_sum / step_weight.
+def share_of_step(loss_sum: torch.Tensor, step_weight: float, world: int) -> torch.Tensor:
+    """One micro-batch's share of the step's loss, which is its loss_sum / step_weight.
 
     `step_weight` is the target weight of the whole optimizer step: all ranks, all micro-batches. DeepSpeed averages
     gradients over the ranks, hence the factor `world`. A loss that is not finite makes its gradient NaN, so that the
@@ -88,6 +88,12 @@ def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> 
         raise UserError("the loss has no gradient: it does not depend on any trained parameter.")
     loss = loss_sum * (world / step_weight)
     loss = loss * (1 + (loss - loss).detach())  # inf - inf is NaN
+    return loss
+
+
+def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> None:
+    """Backward pass of one micro-batch's share of the step's loss."""
+    loss = share_of_step(loss_sum, step_weight, world)
     engine.backward(loss, scale_wrt_gas=False)
 
 
@@ -197,7 +203,9 @@ def dry_run(engine, batch: dict, one_clip: dict, step_weight: float, predicted: 
     predicted += saved_bytes(lambda: engine(one_clip)) * clips
     began = time.monotonic()
     for _ in range(engine.gradient_accumulation_steps()):
-        output = engine(batch)
+        output, problem = try_in_memory(lambda: engine(batch))
+        if problem:
+            raise UserError(f"the longest micro-batch, of {clips} clips, does not fit into memory ({problem}).")
         backward(engine, output.loss_sum, step_weight, process.world)
         if engine.is_gradient_accumulation_boundary():
             applied, norm = take_step(engine)

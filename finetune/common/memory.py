@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.config import RunConfig, UserError
+from common.config import RunConfig
 from common.ds_config import REDUCE_BUCKET, offloads_optimizer, resolve_ds, stage_of
 from common.optim import state_bytes_per_weight, step_bytes_per_weight
-from common.runtime import Process, any_rank, memory_gb, resident_bytes, say
+from common.runtime import Process, memory_gb, resident_bytes, say
 
 # What libraries and DeepSpeed's engine still add to a CPU process when its model and data are there; measured.
 GROWTH = 0.08 * 2**30
@@ -318,35 +319,34 @@ def saved_bytes(forward) -> int:
     return sum(kept.values())
 
 
+def forget_peak(process: Process) -> None:
+    """From here on `peak_memory` is the peak since now, on NVIDIA GPUs and Linux; elsewhere it stays the whole one."""
+    if process.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory(process: Process) -> str:
     return " ".join(f"{value:.2f} GB ({name})" for name, value in memory_gb(process).items())
 
 
-def fit_micro_batch(attempt, micro_batch: int, accumulation: int, process: Process) -> tuple[int, int]:
-    """The largest micro-batch for which `attempt(micro_batch)`, a forward and backward pass, fits on every rank.
-
-    Returns it and the accumulation that goes with it: their product stays, so the training is the same."""
-    while any_rank(_runs_out_of_memory(attempt, micro_batch), process):
-        if micro_batch == 1:
-            raise UserError(
-                "--micro-batch 1 does not fit into memory: use a smaller model, shorter crops or more memory."
-            )
-        smaller = max(n for n in range(1, micro_batch // 2 + 1) if micro_batch % n == 0)
-        accumulation *= micro_batch // smaller
-        say(f"warning: --micro-batch {micro_batch} runs out of memory; using {smaller} with --accumulation"
-            f" {accumulation}, which trains the same")  # fmt: skip
-        micro_batch = smaller
-    return micro_batch, accumulation
+# How a CPU says it: torch's allocator, C++, and the library of convolutions, whose own buffers did not fit.
+OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "could not create a memory", "could not create a primitive",
+                 "could not execute a primitive", "out of memory")  # fmt: skip
 
 
-def _runs_out_of_memory(attempt, micro_batch: int) -> bool:
+def try_in_memory(work: Callable) -> tuple:
+    """What `work()` returns, and None; or None and the message, if it runs out of memory."""
     try:
-        attempt(micro_batch)
-    except RuntimeError as error:  # a CPU has no error class for it
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        return work(), None
+    except (RuntimeError, MemoryError) as error:
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+            text in message for text in OUT_OF_MEMORY
+        )
+        if not known:
             raise
-    else:
-        return False
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the traceback no longer holds the tensors
-    return True
+    return None, message

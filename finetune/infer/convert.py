@@ -2,6 +2,10 @@
 
     python finetune/infer/convert.py --run runs/my-voice                              the best, to runs/my-voice/export
     python finetune/infer/convert.py --run runs/my-voice --step 400 --out voice-400   another one, to another folder
+    python finetune/infer/convert.py --model official.ckpt --out live --reverse-start 0.8
+
+The last makes an export of a Lightning file of the official Diffusion Buffer code, with the settings that the file
+tells; flags of diffusion_buffer.py say the others.
 
 ./launch.sh convert does the same; ./launch.sh convert native, stereo and average (dia_convert.py) make Dia models from
 other formats.
@@ -16,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.config import EXIT_USER_ERROR, UserError, parse_words, unknown_flag
 from common.runtime import forbid_codec_imports
 
 
@@ -24,7 +28,9 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--run", type=Path, required=True, help="run folder of any recipe")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", type=Path, help="run folder of any recipe")
+    what.add_argument("--model", type=Path, help="Lightning file of the official Diffusion Buffer code")
     parser.add_argument(
         "--step",
         default="best",
@@ -32,15 +38,35 @@ def parse_args():
         " evaluation gave a score)",
     )
     parser.add_argument("--out", type=Path, help="folder to write (default: RUN/export)")
-    return parser.parse_args()
+    args, args.words = parser.parse_known_args()
+    if args.words and not args.model:
+        parser.error(unknown_flag(args.words[0], parser))
+    if args.model and not args.out:
+        parser.error("--model needs --out, the folder to write.")
+    return args
+
+
+def convert_official(args) -> None:
+    """A file of the official Diffusion Buffer code as an export of diffusion_buffer.py."""
+    if not args.model.is_file():
+        raise UserError(f"--model {args.model} is not a file; a run of this project is converted with --run.")
+    from diffusion_buffer import Config
+    from models.diffusion_buffer.weights import open_model, write_export
+
+    network, spec = open_model(str(args.model), Config, parse_words(Config, args.words))
+    write_export(args.out, network, spec, {"recipe": "diffusion_buffer", "checkpoint": {"file": args.model.name}})
+    print(f"export in {args.out}: " + " ".join(f"--{n.replace('_', '-')} {v}" for n, v in vars(spec).items()))
 
 
 def convert(args) -> None:
     from infer.dispatch import read_recipe
 
-    name, out = read_recipe(str(args.run)), args.out or args.run / "export"
+    out = args.out or args.run / "export"
     if out.exists():
         raise UserError(f"{out} exists already: name another folder with --out.")
+    if args.model:
+        return convert_official(args)
+    name = read_recipe(str(args.run))
     entry = choose(args.run, args.step)
     import torch
 

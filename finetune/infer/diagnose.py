@@ -2,20 +2,23 @@
 
 python finetune/infer/diagnose.py --run runs/tuned
 python finetune/infer/diagnose.py --model runs/tuned/export --eval-data pairs/valid
-python finetune/infer/diagnose.py --recipe diffusion_buffer
+python finetune/infer/diagnose.py --recipe diffusion_buffer --data pairs/train --buffer 10 --micro-batch 16
 
---run and --model check with the flags of their training, --recipe alone checks the recipe's defaults, before a
-training. Every line is PASS, WARN or FAIL with its number. The exit code is 0 if nothing fails, otherwise 2.
+--run and --model check with the flags of their training, --recipe before a training: with the recipe's defaults, never
+those of its demo. Any flag of the recipe may follow and replaces that value. Every line is PASS, WARN or FAIL with its
+number. The exit code is 0 if nothing fails, otherwise 2.
 """
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import build_config, find_recipe, read_record, trained_flags
-from common.config import UserError
+from common.config import UserError, parse_words
+from common.config import check as check_flags
 from common.runtime import forbid_codec_imports, run_main
 from common.scorer import Scorer
 
@@ -31,10 +34,17 @@ def parse_args(argv: list[str] | None = None):
     what.add_argument("--model", type=Path, help="export folder, checkpoint folder or file of weights")
     parser.add_argument("--recipe", choices=RECIPES, help="alone, or for a file of weights that has no config.json")
     parser.add_argument("--eval-data", default="", help="noisy/clean pairs; default: what the run was evaluated on")
-    args = parser.parse_args(argv)
+    args, args.words = parser.parse_known_args(argv)  # words: flags of the recipe, which is not known yet
     if not (args.run or args.model or args.recipe):
         parser.error("give --run, --model or --recipe.")
     return args
+
+
+def recipe_config(config_class, args, flags: dict, **changes):
+    """The recipe's config: what was recorded, then what this command's own flags say, then the recipe's flags."""
+    config = build_config(config_class, flags, **changes | parse_words(config_class, args.words))
+    check_flags(config)
+    return config
 
 
 def check(args) -> None:
@@ -46,33 +56,43 @@ def check(args) -> None:
     flags = trained_flags(read_record(place)) if place else {}
     changes = {"model": str(place or "")} | ({"eval_data": args.eval_data} if args.eval_data else {})
     if recipe == "cmgan":
-        scorer = Scorer(flags.get("pesq_workers", 0))  # forks its processes, before torch is imported
-        check_cmgan(flags, changes, scorer)
+        workers = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        workers.add_argument("--pesq-workers", type=int, default=flags.get("pesq_workers", 0))
+        # The scorer forks its processes, before torch is imported, which every other flag has to wait for.
+        scorer = Scorer(workers.parse_known_args(args.words)[0].pesq_workers)
+        check_cmgan(args, flags, changes, scorer)
     else:
-        check_diffusion_buffer(flags, changes)
+        check_diffusion_buffer(args, flags, changes)
 
 
-def check_cmgan(flags: dict, changes: dict, scorer: Scorer) -> None:
+def check_cmgan(args, flags: dict, changes: dict, scorer: Scorer) -> None:
     import cmgan
     from common.runs import demo_assets
     from common.runtime import init_process
     from models.cmgan.diagnose import diagnose
 
     process = init_process()
-    config = build_config(cmgan.Config, flags, **changes)
-    if not (config.model or config.eval_data):
+    config = recipe_config(cmgan.Config, args, flags, **changes)
+    if not (config.model or config.eval_data or config.data):
         changes |= {"eval_data": str(demo_assets(process, "pairs") / "mild")}
-        config = build_config(cmgan.Config, flags, **changes)
+        config = recipe_config(cmgan.Config, args, flags, **changes)
     diagnose(config.model, config, cmgan.loss_terms, cmgan.loss_weights(config, 1.0), process, scorer)
 
 
-def check_diffusion_buffer(flags: dict, changes: dict) -> None:
+def check_diffusion_buffer(args, flags: dict, changes: dict) -> None:
     import diffusion_buffer
+    from common.runtime import init_process
     from models.diffusion_buffer.diagnose import diagnose
+    from models.diffusion_buffer.signal import SPEC_FLAGS
+    from models.diffusion_buffer.weights import open_model
 
-    if "eval_data" in changes:
-        changes |= {"data": changes["eval_data"]}  # its checks look at the training data, with no network
-    diagnose(build_config(diffusion_buffer.Config, flags, **changes), diffusion_buffer.compute_loss)
+    given, network = parse_words(diffusion_buffer.Config, args.words), None
+    if changes["model"]:
+        spec_flags = {name: value for name, value in given.items() if name in SPEC_FLAGS}
+        network, spec = open_model(changes["model"], diffusion_buffer.Config, spec_flags)
+        flags = flags | dataclasses.asdict(spec)
+    config = recipe_config(diffusion_buffer.Config, args, flags, **changes)
+    diagnose(config, diffusion_buffer.compute_loss, init_process(), network)
 
 
 if __name__ == "__main__":

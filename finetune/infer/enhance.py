@@ -3,6 +3,7 @@
 python finetune/infer/enhance.py --run runs/tuned --source noisy_wavs --out enhanced
 python finetune/infer/enhance.py --model runs/live/export --source noisy_wavs --out enhanced --delay 5
 python finetune/infer/enhance.py --model best_ckpt/ckpt --recipe cmgan --source noisy_wavs --out enhanced
+python finetune/infer/enhance.py --model official.ckpt --recipe diffusion_buffer --source noisy_wavs --out enhanced
 
 --source is a recording or a folder of them, at any sample rate, mono or stereo, in any format that libsndfile reads.
 Every one is written as .wav, at its own sample rate, under the same name below --out. The models hear up to 8 kHz:
@@ -16,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import find_recipe
-from common.config import EXIT_USER_ERROR, UserError
+from common.config import EXIT_USER_ERROR, UserError, parse_words, unknown_flag
 
 # Flags that only one kind of model has, and their defaults.
 OPTIONS = {
@@ -51,11 +52,16 @@ def parse_args(argv: list[str] | None = None):
         "--no-padding", action="store_true", default=None,
         help="do not pad to whole frames with the recording's own start, as the published evaluation does",
     )  # fmt: skip
-    buffer = parser.add_argument_group("only for diffusion_buffer")
+    buffer = parser.add_argument_group(
+        "only for diffusion_buffer",
+        "Also the recipe's flags of network, spectrum, diffusion and stream, such as --buffer or --stream official.",
+    )
     buffer.add_argument("--delay", type=int, help="frames of delay; 0 = the whole buffer (default: 0)")
     buffer.add_argument("--temperature", type=float, help="scale of the diffusion noise; 0 = none (default: 1)")
     buffer.add_argument("--seed", type=int, help="key of the diffusion noise (default: 0)")
-    return parser.parse_args(argv)
+    args, args.words = parser.parse_known_args(argv)
+    args.parser = parser
+    return args
 
 
 def options_of(args, recipe: str) -> dict:
@@ -82,9 +88,14 @@ def enhance(args) -> None:
         if not model.is_dir():
             raise UserError(f"--run {args.run} has no export: it has not finished, or ran with --no-export.")
     if recipe == "cmgan":
+        if args.words:
+            raise UserError(unknown_flag(args.words[0], args.parser))
         from models.cmgan.enhance import enhance_run
     else:
+        from diffusion_buffer import Config
         from models.diffusion_buffer.enhance import enhance_run
+
+        options |= {"config_class": Config, "given": parse_words(Config, args.words)}
     from common.enhance_folder import Source
 
     source = Source(args.source, args.high_band, args.dnsmos)

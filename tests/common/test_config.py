@@ -82,7 +82,8 @@ FLAGS = {
         --micro-batch --tf32 --no-tf32 --eval-files --hold-out --pesq-workers
         --overfit --schedule --patience --drop --best-by --network --width --block --n-fft --hop --frames --buffer
         --buffer-low --sde-c --sde-k --t-eps --t-max --reverse-start --loss --output-scale --times --context-time
-        --context-noise --context-own --level --phase --gain-low --gain-high --pad-short --no-pad-short {ALIASES}
+        --context-noise --context-own --level --phase --stream --gain-low --gain-high --pad-short --no-pad-short
+        {ALIASES}
     """,
 }
 

@@ -8,21 +8,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.config import UserError
 from common.contracts import LossOutput
 from common.memory import (
     activation_bytes,
     checkpoint_bytes,
     communication,
     count_parameters,
-    fit_micro_batch,
     loaded_bytes,
     predict,
     quantised_savings,
     saved_bytes,
+    try_in_memory,
 )
 from common.optim import step_bytes_per_weight
-from common.runtime import Process, resident_bytes
+from common.runtime import resident_bytes
 
 DIA = 1_611_160_576
 ADAM = 8  # bytes of optimizer state per weight
@@ -200,26 +199,19 @@ def test_saved_bytes_are_what_the_backward_pass_needs_and_no_parameter():
     assert saved_bytes(lambda: torch.tanh(layer(x)).sum()) == 4 * (8 * 16 + 8 * 32)
 
 
-@pytest.mark.parametrize(
-    ("asked", "fits", "found"), [((8, 1), 8, (8, 1)), ((8, 3), 3, (2, 12)), ((15, 1), 7, (5, 3)), ((6, 2), 1, (1, 12))]
-)
-def test_a_micro_batch_is_made_smaller_until_it_fits_and_the_step_stays(asked, fits, found, capsys):
-    def attempt(micro_batch):
-        if micro_batch > fits:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert fit_micro_batch(attempt, *asked, Process(0, 1, torch.device("cpu"))) == found
-    assert ("out of memory" in capsys.readouterr().out) == (asked != found)
-
-
-def test_memory_that_no_micro_batch_fits_into_is_said_and_other_errors_are_not_taken_for_it():
-    def too_much(_):
+def test_an_allocation_that_fails_is_told_from_other_errors():
+    def too_much():
         torch.empty(2**60, dtype=torch.uint8)  # more than any machine has: the CPU's own error
 
-    with pytest.raises(UserError, match="--micro-batch 1 does not fit"):
-        fit_micro_batch(too_much, 2, 1, Process(0, 1, torch.device("cpu")))
+    def on_a_gpu():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert try_in_memory(lambda: 3) == (3, None)
+    for work in (too_much, on_a_gpu):
+        result, problem = try_in_memory(work)
+        assert result is None and "memory" in problem and "\n" not in problem
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        fit_micro_batch(lambda _: torch.ones(2, 3) @ torch.ones(2, 3), 2, 1, Process(0, 1, torch.device("cpu")))
+        try_in_memory(lambda: torch.ones(2, 3) @ torch.ones(2, 3))
 
 
 def mlp(checkpointed: bool):

@@ -80,10 +80,11 @@ def training_step(network: str, width: int = 8, crops: int = 4, **flags) -> tupl
 
 
 @contextlib.contextmanager
-def disturbed(recipe, process, nan=None, inf=False, fits=99, scores=None):
-    """`nan`: this clip's samples are NaN. `inf`: the loss is infinite under autocast. `fits`: a micro-batch of more
-    crops is too much for the main rank's memory. `scores`: what the evaluations from step 1 on return."""
-    item, loss_fn, evaluate = Clips.item, recipe.compute_loss, recipe.evaluate
+def disturbed(recipe, process, nan=None, inf=False, fits=99, from_step=1, scores=None):
+    """`nan`: this clip's samples are NaN. `inf`: the loss is infinite under autocast. `fits`: more crops at once are
+    too much for the main rank's memory, in the backward pass from this step on. `scores`: what the evaluations return
+    from step 1 on."""
+    item, loss_fn, evaluate, computed = Clips.item, recipe.compute_loss, recipe.evaluate, []
 
     def item_with_nan(self, row, epoch, name, spec):
         sample = item(self, row, epoch, name, spec)
@@ -91,10 +92,14 @@ def disturbed(recipe, process, nan=None, inf=False, fits=99, scores=None):
             sample["noisy"][:] = float("nan")
         return sample
 
+    def out_of_memory(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     def disturbed_loss(model, batch, spec):
-        if process.is_main and len(batch["ids"]) > fits:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        computed.append(1)
         output = loss_fn(model, batch, spec)
+        if process.is_main and len(batch["ids"]) > fits and len(computed) >= from_step:
+            output.loss_sum.register_hook(out_of_memory)  # in the backward pass, when other ranks may be ahead
         return output._replace(loss_sum=output.loss_sum * float("inf")) if inf and batch["autocast"] else output
 
     def scored(model, clips, run, ema, step):

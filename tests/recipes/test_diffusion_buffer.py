@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def runs(data, two_ranks, tmp_path_factory):
         "bf16": {"config": bf16},
         "inf": {"config": bf16, "inf": True},
         "nan": {"config": {**zero2, "micro_batch": 1, "accumulation": 1}, "nan": "clip_2"},
-        "oom": {"config": {**evaluated, "micro_batch": 4, "accumulation": 1}, "fits": 2},
+        "oom": {"config": {**evaluated, "micro_batch": 4, "accumulation": 1}, "fits": 2, "from_step": 3},
         "drawn": {"config": {**zero2, "buffer": 7, "buffer_low": 4, "context_noise": 0.0}},
         "overfit": {"config": {**zero2, "overfit": "clip_3", "steps": 3}},
         "again": {"config": {**zero2, "overfit": "clip_3", "steps": 3}},
@@ -189,13 +190,11 @@ def test_buffers_of_drawn_sizes_are_the_same_on_all_ranks(runs, data):
     assert [record["loss"] for record in support.step_records(runs / "drawn")] == pytest.approx(losses, abs=1e-6)
 
 
-def test_a_micro_batch_that_does_not_fit_is_halved_and_said(runs):
+def test_a_micro_batch_that_no_longer_fits_on_one_rank_is_computed_in_parts_on_both_and_said(runs):
     (event,) = [r for r in support.metrics(runs / "oom") if r.get("event") == "out_of_memory"]
-    assert (event["micro_batch"], event["accumulation"]) == (2, 2)
-    assert (
-        "--micro-batch 4 runs out of memory; using 2 with --accumulation 2"
-        in (runs / "oom" / "printed.log").read_text()
-    )
+    assert (event["step"], event["parts"]) == (3, 2)
+    printed = (runs / "oom" / "printed.log").read_text()
+    assert "a micro-batch of 4 runs out of memory; from here on it is computed in 2 parts" in printed
 
 
 def test_one_clip_alone_twice_the_same_and_evaluated_on_itself(runs):
@@ -248,6 +247,17 @@ def test_the_evaluation_is_the_exported_stream(runs, data):
     assert (runs / "zero2" / "figures" / "quality-latency.png").stat().st_size > 5000
     assert "quality-latency" in (runs / "zero2" / "report.html").read_text()
     assert soundfile.info(runs / "zero2" / "samples" / "step-00000004" / "file-0000.wav").frames == len(clean)
+
+
+@pytest.mark.quick
+def test_a_checkpoint_is_opened_as_the_export_of_its_step(runs, tmp_path):
+    exported, spec = load_network(str(runs / "zero2" / "export"))
+    shutil.copytree(runs / "zero2", tmp_path / "run", ignore=shutil.ignore_patterns("export"))
+    for place in (runs / "zero2" / "checkpoints" / "step-00000004", tmp_path / "run"):  # a run that has not finished
+        network, found = load_network(str(place))
+        assert found == spec and worst(network.state_dict(), exported.state_dict()) == 0
+    raw = network_of(runs / "zero2")
+    assert worst(raw, exported.state_dict()) > 0  # the average, not what was trained last
 
 
 def test_other_networks_and_losses_train_too(runs):

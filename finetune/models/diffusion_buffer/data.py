@@ -21,6 +21,7 @@ class Clips:
     def __init__(self, pairs: PairDataset, rows: np.ndarray, spec: Spec, config):
         self.pairs, self.rows, self.spec, self.config = pairs, rows, spec, config
         self.lengths = np.ones(len(rows), dtype=np.int64)  # all crops are equally long, so the plan counts crops
+        self.frame_powers: dict[int, np.ndarray] = {}  # of the clips that --level track has seen
         check_lengths(pairs, rows, spec, config.pad_short)
 
     def __len__(self) -> int:
@@ -52,6 +53,14 @@ class Clips:
         """The random gain of a crop in dB."""
         return self.config.gain_low + uniform(*key, "gain") * (self.config.gain_high - self.config.gain_low)
 
+    def powers(self, row: int) -> np.ndarray:
+        """The powers of a clip's frames without a gain, 4 bytes each; computed once."""
+        if row not in self.frame_powers:
+            noisy = torch.from_numpy(self.pairs.noisy(row).astype(np.float32) / 32768)
+            frames = signal.frame_count(len(noisy), self.spec.hop)
+            self.frame_powers[row] = signal.frame_powers(noisy, frames, self.spec)
+        return self.frame_powers[row]
+
     def real_frames(self, epoch: int, index: int) -> int:
         """Number of frames of a crop that are not the silence before its clip."""
         row = self.rows[index]
@@ -75,10 +84,9 @@ class Clips:
         for side in ("noisy", "clean"):
             item[side] = cut(getattr(self.pairs, side)(row), last, spec) * gain
         if spec.level == "track":
-            noisy = torch.from_numpy(self.pairs.noisy(row) * gain)
-            before = torch.ones(spec.frames)  # silence
-            heard = signal.loudness_factors(noisy, last + 1, spec)
-            item["loudness"] = torch.cat([before, heard])[-spec.frames :].numpy()
+            heard = signal.loudness_factors(self.powers(row)[: last + 1] * np.square(32768 * gain), spec)
+            silence = np.ones(spec.frames, dtype=np.float32)
+            item["loudness"] = np.concatenate([silence, heard])[-spec.frames :]
         if self.config.context_noise:
             corrupted = uniform(*key, "dirty") < self.config.context_noise
             item["context_mix"] = np.float32(corrupted * MAX_CONTEXT_MIX * uniform(*key, "mix"))

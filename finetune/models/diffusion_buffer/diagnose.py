@@ -1,8 +1,9 @@
-"""What must hold before training a Diffusion Buffer can work, as checks with their numbers; nothing is trained.
+"""What must hold before training a Diffusion Buffer can work, and whether a trained one does, as checks with numbers.
 
-None of it needs a trained network: the stream is checked with an oracle, a network that knows the answer.
+Most of it needs no trained network: the stream is checked with an oracle, a network that knows the answer.
 """
 
+import copy
 import dataclasses
 import faulthandler
 import functools
@@ -12,19 +13,24 @@ import signal as signals
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from common import speech_metrics
+from common import engine, memory, optim, speech_metrics
 from common.config import UserError
+from common.ds_config import resolve_ds
+from common.evaluation import evaluating
+from common.feed import to_device
 from common.keyed_random import generator
 from common.pairs import PairDataset
-from common.runtime import say
+from common.runtime import Process, free_memory, memory_gb, say
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.data import Clips, check_lengths
-from models.diffusion_buffer.enhance import Buffer, Stream, Traced, enhance
+from models.diffusion_buffer.enhance import Buffer, Stream, Traced, enhance, enhance_at
+from models.diffusion_buffer.evaluate import files_together
 from models.diffusion_buffer.network import build_network
 from models.diffusion_buffer.signal import RATE, Spec, spec_of
 
@@ -322,24 +328,132 @@ def check_stacks(spec: Spec):
     return lines > 0, f"{lines} lines of stacks"
 
 
-def check_speed(spec: Spec):
-    """Speed of the network at full width on this machine. None: it works, but not live."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = build_network(spec.network, spec.width, spec.block).to(device).eval()
-    stream, times = Stream(Traced(network, spec, device), spec, device=device), []
-    stream.push(np.zeros(spec.n_fft, np.float32))
-    while len(times) < 20 and sum(times) < 1:
+# ---- the checks of a network, a machine and data -------------------------------------------------------------------
+
+
+def check_weights(network, config):
+    finite = all(bool(value.isfinite().all()) for value in network.state_dict().values())
+    size = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    return finite, f"{config.model} holds {size:,} weights" + ("" if finite else ", not all of them finite")
+
+
+def check_memory(spec: Spec, network, config, compute_loss: Callable, process: Process):
+    """One optimizer step of a real engine at the run's micro-batch, with optimizer states and EMA, then an evaluation.
+
+    Works on a copy of the network, which the step changes. One rank here has all states: a run with more has less.
+    """
+    loss_fn = functools.partial(compute_loss, spec=spec)
+    batch = synthetic_batch(spec, config.micro_batch) | {"autocast": config.precision == "bf16"}
+    ds = resolve_ds(config.ds, dataclasses.replace(config, accumulation=1), process.world)
+    total, trained = memory.count_parameters(network)
+    need = memory.predict(total, trained, ds, 4, 8.0, process.world)
+    with torch.device("meta"):
+        unallocated = build_network(spec.network, spec.width, spec.block)
+    predicted = sum(need.values()) + 4 * trained * bool(config.ema)
+    predicted += memory.activation_bytes(unallocated, loss_fn, batch)
+    room = free_device_memory(process)
+    if predicted > room:  # a CPU process that tried it would be killed
+        return False, (
+            f"a step of --micro-batch {config.micro_batch} needs about {predicted / 2**30:.2f} GB,"
+            f" {room / 2**30:.2f} GB are free: lower --micro-batch"
+        )
+    network = copy.deepcopy(network).to(process.device).train()
+    memory.forget_peak(process)
+    (start,) = memory_gb(process).values()
+    groups = optim.parameter_groups(network, config.weight_decay, no_decay=("GroupNorm", "out_layers.0"))
+    ds_engine = engine.start_engine(network, loss_fn, optim.build_optimizer(groups, config, ds), ds)
+    ema = engine.Ema(ds_engine, config.ema)
+    began = time.monotonic()
+    output = ds_engine(to_device(batch, process.device))
+    weight = config.micro_batch * spec.bins * spec.buffer
+    engine.backward(ds_engine, output.loss_sum, weight, process.world)
+    engine.take_step(ds_engine)
+    ema.update(0)
+    seconds, (training,) = time.monotonic() - began, memory_gb(process).values()
+    memory.forget_peak(process)
+    together = files_together(spec, process.device)
+    sounds = [np.zeros(4 * spec.hop, np.float32)] * together
+    with ema.applied(), evaluating(network):
+        enhance_at(network, sounds, spec, [spec.buffer], process.device)
+    return True, (
+        f"a step of --micro-batch {config.micro_batch} with optimizer states{' and EMA' if config.ema else ''} takes"
+        f" {seconds:.1f} s and {training - start:.2f} GB (predicted without scratch memory: {predicted / 2**30:.2f});"
+        f" the process peaks at {training:.2f} GB, in an evaluation of {together} files at a time at"
+        f" {memory.peak_memory(process)}"
+    )
+
+
+def free_device_memory(process: Process) -> float:
+    return torch.cuda.mem_get_info()[0] if process.device.type == "cuda" else free_memory()
+
+
+SPEED_FRAMES, SPEED_SECONDS = 200, 20.0  # as many frames as a 99th percentile needs, but no longer than this
+
+
+def check_speed(spec: Spec, network, process: Process):
+    """Speed of the network's stream on this machine, as `enhance` runs it. None: it works, but not live."""
+    device = process.device
+    stream = Stream(Traced(network.to(device).eval(), spec, device), spec, device=device)
+    sound = synthetic_pair(0.5)[0]
+    stream.push(np.resize(sound, spec.n_fft + 2 * spec.hop))  # the first frames warm up
+    times = []
+    while len(times) < SPEED_FRAMES and (len(times) < 3 or sum(times) < SPEED_SECONDS):
+        start = len(times) * spec.hop % (len(sound) - spec.hop)
         began = time.monotonic()
-        stream.push(np.zeros(spec.hop, np.float32))
+        stream.push(sound[start : start + spec.hop])
         times.append(time.monotonic() - began)
-    factor = float(np.median(times)) / (spec.hop / RATE)
-    where = "one core" if device.type == "cpu" else device.type
-    return factor < 1 or None, f"{1000 * np.median(times):.1f} ms per frame on {where}, real-time factor {factor:.2f}"
+    hop = spec.hop / RATE
+    middle, slow = float(np.median(times)), float(np.percentile(times, 99))
+    where = device.type if device.type != "cpu" else f"{torch.get_num_threads()} CPU threads"
+    return slow / hop < 1 or None, (
+        f"width {spec.width} on {where}: {1000 * middle:.1f} ms per frame, real-time factor {middle / hop:.2f}, 99 % of"
+        f" {len(times)} frames below {slow / hop:.2f}"
+    )
 
 
-def check_data(spec: Spec, config):
+OUTPUT_SECONDS = 60.0  # that streaming recordings may take
+
+
+def check_output(spec: Spec, network, config, process: Process):
+    """The trained network on the beginning of some recordings. None: it does not make them better."""
+    pairs, rows = evaluation_rows(config)
+    device, network, gains, began = process.device, Traced(network.eval(), spec, process.device), [], time.monotonic()
+    for row in rows:
+        stream, out = Stream(network, spec, device=device), []
+        noisy, clean = (side(row).astype(np.float32) / 32768 for side in (pairs.noisy, pairs.clean))
+        step = RATE // 4
+        for start in range(0, len(noisy), step):
+            out.append(stream.push(noisy[start : start + step]))
+            if time.monotonic() - began > OUTPUT_SECONDS:
+                break
+        out.append(stream.flush())
+        enhanced = np.concatenate(out).astype(np.float64)
+        if not np.isfinite(enhanced).all():
+            return False, f"clip {pairs.id(row)!r} is enhanced to samples that are not finite"
+        before, after = (speech_metrics.si_sdr(clean[: len(enhanced)].astype(np.float64), wave[: len(enhanced)])
+                         for wave in (noisy.astype(np.float64), enhanced))  # fmt: skip
+        gains.append((before, after, len(enhanced) / RATE))
+        if time.monotonic() - began > OUTPUT_SECONDS:
+            break
+    before, after, seconds = np.array(gains).T
+    numbers = (
+        f"SI-SDR {after.mean():.2f} dB, noisy {before.mean():.2f} dB, {len(gains)} recordings, {seconds.sum():.1f} s"
+    )
+    return bool(after.mean() > before.mean()) or None, numbers
+
+
+def evaluation_rows(config) -> tuple[PairDataset, np.ndarray]:
+    """What the run is evaluated on: --eval-data, or what --hold-out leaves of --data; without either, all of --data."""
+    pairs = PairDataset(config.eval_data or config.data, RATE)
+    rows = np.arange(len(pairs)) if config.eval_data else pairs.rows_starting(config.hold_out or [""])
+    return pairs, rows[: config.eval_files or 8]
+
+
+def check_data(spec: Spec, config, path: str):
     """Every pair can be trained on: sample rate, equal lengths, long enough, not silent."""
-    pairs = PairDataset(config.data, RATE)
+    if config.model and not Path(path).exists():
+        return None, f"{path} is not here: the pairs are not checked"
+    pairs = PairDataset(path, RATE)
     pairs.verify()
     check_lengths(pairs, np.arange(len(pairs)), spec, config.pad_short)
     silent = [pairs.id(i) for i in range(len(pairs)) if not pairs.clean(i).any() or not pairs.noisy(i).any()]
@@ -361,7 +475,6 @@ CHECKS = {
     "refusals": check_refusals,
     "silence": check_silence,
     "stacks": check_stacks,
-    "speed": check_speed,
 }
 LOSS_CHECKS = {
     "untrained loss": check_untrained,
@@ -372,19 +485,31 @@ LOSS_CHECKS = {
 }
 
 
-def diagnose(config, compute_loss: Callable) -> None:
+def diagnose(config, compute_loss: Callable, process: Process, network=None) -> None:
     """Prints a line per check: PASS, WARN or FAIL, and the numbers; a failure raises UserError.
 
-    `config` and `compute_loss`: the recipe's own, edits included.
+    `config` and `compute_loss`: the recipe's own, edits included. `network`: the trained one of `config`; None: the
+    checks that need one take it with random weights.
     """
-    torch.set_num_threads(1)  # small networks: on a busy machine, threads that wait for each other are slower
+    threads = torch.get_num_threads()
     spec, checks = spec_of(config), dict(CHECKS)
     checks |= {name: functools.partial(check, compute_loss=compute_loss) for name, check in LOSS_CHECKS.items()}
-    if config.data:
-        checks["data"] = functools.partial(check_data, config=config)
+    paths = {"data": config.data, "evaluation data": config.eval_data}
+    paths = {name: path for name, path in paths.items() if path}
+    checks |= {name: functools.partial(check_data, config=config, path=path) for name, path in paths.items()}
+    if network is not None:
+        checks["weights"] = lambda spec: check_weights(network, config)
+        if any(Path(path).exists() for path in paths.values()):
+            checks["output"] = lambda spec: check_output(spec, network, config, process)
+    else:
+        network = build_network(spec.network, spec.width, spec.block)
+    checks["speed"] = lambda spec: check_speed(spec, network, process)
+    checks["memory"] = lambda spec: check_memory(spec, network, config, compute_loss, process)
     failed = []
     for name, check in checks.items():
         began = time.monotonic()
+        # Where networks are small, threads that wait for each other are slower; the run's own network gets them all.
+        torch.set_num_threads(threads if name in ("output", "speed", "memory") else 1)
         try:
             fine, numbers = check(spec)
         except (UserError, AssertionError, ValueError, RuntimeError) as error:

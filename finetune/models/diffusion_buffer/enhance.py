@@ -19,7 +19,7 @@ from common.keyed_random import generator
 from common.runtime import say
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.signal import RATE, Spec
-from models.diffusion_buffer.weights import load_network
+from models.diffusion_buffer.weights import open_model
 
 # Frames whose noise is drawn at once. A GPU waits for every copy; on a CPU, drawing ahead makes a live stream stutter.
 NOISE_ON_CPU, NOISE_ON_GPU = 1, 64
@@ -46,7 +46,7 @@ class Buffer:
         self.scales = signal.output_scales(spec, self.t[None], self.sigma[None])
         self.count = 0
         # As if silence had passed through: each place holds the noise of the time that it would have arrived at.
-        start = self._draw(-1)[:, 1:] * self.sigma_before
+        start = self._draw("stream", -1)[:, 1:] * self.sigma_before
         context = torch.zeros(spec.bins, spec.frames - spec.buffer, device=device) + 0j
         self.x = torch.cat([context, start], dim=1).repeat(sounds, 1, 1)
         self.y = torch.zeros_like(self.x)
@@ -54,10 +54,10 @@ class Buffer:
     def _row(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.float32)).to(self.device)
 
-    def _draw(self, first: int, frames: int = 1) -> torch.Tensor:
+    def _draw(self, purpose: str, first: int, frames: int = 1) -> torch.Tensor:
         """(frames x F, 1 + B) noise of these frames: first a frame's own, then that of the steps of the buffer."""
         shape = self.spec.bins, 1 + self.spec.buffer
-        draws = (generator(self.seed, frame, "stream") for frame in range(first, first + frames))
+        draws = (generator(self.seed, frame, purpose) for frame in range(first, first + frames))
         noise = np.concatenate([signal.complex_noise(draw, *shape) for draw in draws])
         return torch.from_numpy(noise * np.float32(self.temperature)).to(self.device)
 
@@ -65,12 +65,20 @@ class Buffer:
         """(F, 1 + B) noise of the next frame, drawn for some frames ahead."""
         ahead = NOISE_ON_CPU if self.device.type == "cpu" else NOISE_ON_GPU
         if self.count % ahead == 0:
-            self.drawn = self._draw(self.count, ahead).split(self.spec.bins)
+            self.drawn = self._draw("stream", self.count, ahead).split(self.spec.bins)
         return self.drawn[self.count % ahead]
 
     def keep(self, sounds: int) -> None:
         """Goes on with the first `sounds` sounds alone."""
         self.x, self.y = self.x[:sounds], self.y[:sounds]
+
+    def _cleared(self, x: torch.Tensor) -> torch.Tensor:
+        """--stream official, until the buffer is full: only the frames that have come are kept. Nothing is before the
+        buffer, and places without a frame hold fresh noise."""
+        come, size = self.count + 1, self.spec.buffer
+        before = torch.zeros_like(x[..., :-size])
+        empty = (self._draw("start", self.count)[:, 1:] * self.sigma)[:, : size - come].expand(len(x), -1, -1)
+        return torch.cat([before, empty, x[..., -come:]], dim=-1)
 
     def push(self, frames: torch.Tensor) -> torch.Tensor:
         """Takes frame n of every sound (N, F); returns (N, F, B), in which place -d is an estimate of frame n - d + 1.
@@ -81,15 +89,19 @@ class Buffer:
         newest = frames + self.sigma[-1] * z[:, 0]
         self.x = torch.cat([self.x[..., 1:], newest[..., None]], dim=-1)
         self.y = torch.cat([self.y[..., 1:], frames[..., None]], dim=-1)
-        out = self.network(self.x, self.y, self.times, self.scales)[..., -size:]
-        y, x = self.y[..., -size:], self.x[..., -size:]
+        official = self.spec.stream == "official"
+        if official and self.count < size:
+            self.x = self._cleared(self.x)
+        output = self.network(self.x, self.y, self.times, self.scales)
+        out, y, x = (side[..., -size:] for side in (output, self.y, self.x))
+        context = (output if official and self.spec.predicts_clean else self.x)[..., :-size]
         z = z[:, 1:] * self.noise_mask
         if self.spec.predicts_clean:
             moved = (1 - self.t_before) * out + self.t_before * y + self.sigma_before * z
         else:  # one Euler step of the reverse SDE: backwards in time, so the drift is subtracted
             drift = (y - x) / (1 - self.t) - self.g.square() * out
             out = moved = x - drift * self.step + self.g * self.step.sqrt() * z
-        self.x = torch.cat([self.x[..., :-size], moved], dim=-1)
+        self.x = torch.cat([context, moved], dim=-1)
         self.count += 1
         return out
 
@@ -219,8 +231,8 @@ def enhance_at(
     places = torch.tensor([-delay for delay in delays], device=device)
     coming_out = torch.arange(steps[0], device=device)[:, None] + places + 1  # (steps, D) frames; negative: none yet
     if spec.level == "track":
-        factors = [signal.loudness_factors(torch.from_numpy(waves[i]), steps[0], spec) for i in order]
-        loudness = torch.stack(factors).to(device)
+        powers = [signal.frame_powers(torch.from_numpy(waves[i]), steps[0], spec) for i in order]
+        loudness = torch.from_numpy(np.stack([signal.loudness_factors(part, spec) for part in powers])).to(device)
         noisy, loudness = noisy * loudness[..., None], loudness[:, coming_out.clamp(min=0)]
 
     buffer, overlap = Buffer(network, spec, len(waves), device=device, **options), OverlapAdd(spec, device)
@@ -249,10 +261,12 @@ def say_latency(spec: Spec, delay: int) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def enhance_run(model: str, source: Path, out: Path, delay: int, temperature: float, seed: int) -> None:
-    """Enhances a folder of recordings with an exported model. `delay`: 0 = the whole buffer."""
+def enhance_run(
+    model: str, source: Path, out: Path, delay: int, temperature: float, seed: int, config_class, given: dict
+) -> None:
+    """Enhances a folder of recordings. `delay`: 0 = the whole buffer; `given`: what the user says of the model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network, spec = load_network(model)
+    network, spec = open_model(model, config_class, given)
     network = Traced(network.to(device).eval(), spec, device)
     enhance_folder(network, spec, source, out, delay, temperature=temperature, seed=seed, device=device)
 

@@ -197,25 +197,31 @@ class Combine(nn.Module):
         return self.Conv_0(small) + h
 
 
+ATTENTION_LEVEL = 4  # the scale of 16 bins of 256, where the official network has attention if it gets that far
+
+
 class NCSNpp(nn.Module):
-    """U-Net over 4 scales with attention in the bottleneck only. F and K must be multiples of 8."""
+    """U-Net with attention in the bottleneck. F and K must be multiples of 2^(scales - 1).
 
-    multiple_of = (8, 8)  # F, K
-    widths = (1, 2, 2, 2)
+    `widths`: of each scale, in multiples of `width`; `blocks`: residual blocks per scale.
+    """
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, widths: tuple[int, ...] = (1, 2, 2, 2), blocks: int = 1):
         super().__init__()
-        self.width, time_size, levels = width, 4 * width, len(self.widths)
+        self.width, self.levels, self.blocks, time_size = width, len(widths), blocks, 4 * width
         self.down, self.up = Resample(), Resample(up=True)
-        sizes = [width * factor for factor in self.widths]
+        sizes, levels = [width * factor for factor in widths], len(widths)
         self.output_layer = nn.Conv2d(4, 2, 1)
         nn.init.zeros_(self.output_layer.bias)  # an untrained network then outputs 0, and its DSM loss is 1
         modules = [Fourier(width), linear(2 * width, time_size), linear(time_size, time_size), conv(4, width, 3)]
         inside, skips = width, [width]
         for level, size in enumerate(sizes):
-            modules.append(Block(inside, size, time_size, 2**level))
-            inside = size
-            skips.append(inside)
+            for _ in range(blocks):
+                modules.append(Block(inside, size, time_size, 2**level))
+                inside = size
+                skips.append(inside)
+                if level == ATTENTION_LEVEL:
+                    modules.append(Attention(inside))
             if level + 1 < levels:
                 modules += [Block(inside, inside, time_size, 2 ** (level + 1), "down"), Combine(inside)]
                 skips.append(inside)
@@ -226,9 +232,11 @@ class NCSNpp(nn.Module):
             Block(inside, inside, time_size, factor),
         ]
         for level, size in reversed(list(enumerate(sizes))):
-            for _ in range(2):
+            for _ in range(blocks + 1):
                 modules.append(Block(inside + skips.pop(), size, time_size, 2**level))
                 inside = size
+            if level == ATTENTION_LEVEL:
+                modules.append(Attention(inside))
             modules += [norm(inside), conv(inside, 4, 3, ALMOST_ZERO)]
             if level:
                 modules.append(Block(inside, inside, time_size, 2 ** (level - 1), "up"))
@@ -243,13 +251,15 @@ class NCSNpp(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor):
         """(N, F, K) complex -> (N, F, K) complex, divided by `scale` (N or 1, K) before the last layer."""
         small = real_input(x, y).transpose(2, 3).contiguous()
-        assert small.shape[2] % 8 == 0 and small.shape[3] % 8 == 0, f"frames and bins {tuple(small.shape[2:])}"
+        multiple = 2 ** (self.levels - 1)
+        assert all(size % multiple == 0 for size in small.shape[2:]), f"frames and bins {tuple(small.shape[2:])}"
         parts, times = iter(self.all_modules[4:]), iter(times)
-        levels = len(self.widths)
         skips = [self.all_modules[3](small)]
-        for level in range(levels):
-            skips.append(next(parts)(skips[-1], next(times)))
-            if level + 1 < levels:
+        for level in range(self.levels):
+            for _ in range(self.blocks):
+                h = next(parts)(skips[-1], next(times))
+                skips.append(next(parts)(h) if level == ATTENTION_LEVEL else h)
+            if level + 1 < self.levels:
                 h = next(parts)(skips[-1], next(times))
                 small = self.down(small)
                 skips.append(next(parts)(small, h))
@@ -257,9 +267,11 @@ class NCSNpp(nn.Module):
         h = next(parts)(h)
         h = next(parts)(h, next(times))
         pyramid = None
-        for level in reversed(range(levels)):
-            for _ in range(2):
+        for level in reversed(range(self.levels)):
+            for _ in range(self.blocks + 1):
                 h = next(parts)(torch.cat([h, skips.pop()], dim=1), next(times))
+            if level == ATTENTION_LEVEL:
+                h = next(parts)(h)
             grown = next(parts)(h)
             grown = next(parts)(F.silu(grown))
             pyramid = grown if pyramid is None else self.up(pyramid) + grown
@@ -358,8 +370,6 @@ class TimeEncoding(Fourier):
 class BlockCausal(nn.Module):
     """U-Net in which a frame that is d frames old sees the d frames after it, up to block - 1. F: multiple of 16."""
 
-    multiple_of = (16, 1)
-
     def __init__(self, width: int, block: int = 32):
         super().__init__()
         self.width, self.block = width, block
@@ -411,8 +421,12 @@ class BlockCausal(nn.Module):
         return complex_output(h / scale[:, None, None, :])
 
 
-WIDTHS = {"ncsnpp": 96, "block_causal": 128}  # as published
+LARGE = {"widths": (2, 2, 2, 2, 2), "blocks": 2}  # of ncsnpp_large, the size that the official trainer has by default
+WIDTHS = {"ncsnpp": 96, "ncsnpp_large": 128, "block_causal": 128}  # as published
+MULTIPLES = {"ncsnpp": (8, 8), "ncsnpp_large": (16, 16), "block_causal": (16, 1)}  # of F and K
 
 
 def build_network(network: str, width: int, block: int) -> nn.Module:
-    return NCSNpp(width) if network == "ncsnpp" else BlockCausal(width, block)
+    if network == "block_causal":
+        return BlockCausal(width, block)
+    return NCSNpp(width, **LARGE) if network == "ncsnpp_large" else NCSNpp(width)

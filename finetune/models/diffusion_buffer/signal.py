@@ -12,7 +12,7 @@ import torch
 
 from common.config import UserError
 from common.keyed_random import generator
-from models.diffusion_buffer.network import WIDTHS, BlockCausal, NCSNpp, groups_of
+from models.diffusion_buffer.network import MULTIPLES, WIDTHS, groups_of
 
 RATE = 16000
 POWER, FACTOR = 0.5, 0.15  # compression: a bin v becomes FACTOR |v|^POWER with the phase of v
@@ -41,6 +41,7 @@ class Spec:
     context_time: float = 0.0
     level: str = "none"
     phase: str = "start"
+    stream: str = "own"
 
     @property
     def bins(self) -> int:
@@ -65,11 +66,11 @@ def spec_of(config) -> Spec:
     if config.output_scale == "auto":
         settings["output_scale"] = "none" if config.loss == "dp" else "sigma"
     if config.phase == "auto":
-        settings["phase"] = "start" if config.network == "ncsnpp" else "middle"
-    bins_multiple, frames_multiple = (NCSNpp if config.network == "ncsnpp" else BlockCausal).multiple_of
+        settings["phase"] = "middle" if config.network == "block_causal" else "start"
+    bins_multiple, frames_multiple = MULTIPLES[config.network]
     settings["frames"] = -(-config.frames // frames_multiple) * frames_multiple
     spec = Spec(**settings)
-    channels = [spec.width * factor for factor in ((1, 2, 3, 4) if spec.network == "ncsnpp" else (1, 2, 4))]
+    channels = [spec.width * factor for factor in ((1, 2, 4) if spec.network == "block_causal" else (1, 2, 3, 4))]
     if spec.width % 8 or any(size % groups_of(size) for size in channels):
         raise UserError(f"--width {spec.width} does not fit the group norms: use 8, 16, 24, 32, 64, 96 or 128.")
     if spec.bins % bins_multiple or spec.n_fft % 2:
@@ -242,7 +243,18 @@ class LoudnessTracker:
         return (TARGET_RMS / math.sqrt(self.power_sum / self.weight_sum)) ** POWER if self.weight_sum else 1.0
 
 
-def loudness_factors(wave: torch.Tensor, frames: int, spec: Spec) -> torch.Tensor:
-    """(frames,) factors of the first frames of a recording, as a stream would compute them."""
-    tracker, spectrum = LoudnessTracker(spec), whole_spectrum(wave, spec, frames)
-    return torch.tensor([tracker.push(frame) for frame in spectrum.T])
+def frame_powers(wave: torch.Tensor, frames: int, spec: Spec) -> np.ndarray:
+    """(frames,) mean squares of the samples in the first frames of a recording, as the tracker takes them."""
+    bins = expand(whole_spectrum(wave, spec, frames))
+    return (bins.abs().square().mean(0) / window(spec).square().sum()).numpy()
+
+
+def loudness_factors(powers: np.ndarray, spec: Spec) -> np.ndarray:
+    """(frames,) the tracker's factors for the frames of a recording with these powers, without a loop over them."""
+    from scipy.signal import lfilter
+
+    loud, decay = powers > PAUSE_RMS**2, math.exp(-spec.hop / RATE / AVERAGING_SECONDS)
+    heard = np.stack([powers[loud].astype(np.float64), np.ones(loud.sum())])
+    power_sums, weight_sums = lfilter([1.0], [1.0, -decay], heard)
+    factors = (TARGET_RMS / np.sqrt(power_sums / weight_sums)) ** POWER
+    return np.concatenate([[1.0], factors])[np.cumsum(loud)].astype(np.float32)  # a pause has that of the sound before

@@ -9,6 +9,7 @@ import torch
 
 from common import speech_metrics as speech
 from common.config import UserError
+from diffusion_buffer import Config
 from helpers.diffusion_buffer_support import overfit, pair, speechlike
 from models.diffusion_buffer import diagnose, signal
 from models.diffusion_buffer import enhance as enhance_module
@@ -141,6 +142,71 @@ def test_a_tracked_level_makes_the_stream_indifferent_to_how_loud_it_is():
         assert (np.abs(loud - 4 * soft).max() < 1e-4 * np.abs(soft).max()) == same
     made = enhance(PassThrough(), noisy, dataclasses.replace(SMALL, level="track"))
     assert np.abs(made - noisy).max() < 1e-5  # what went in comes out at its own level
+
+
+# ---- the official stream ---------------------------------------------------------------------------------------
+
+
+def official_loop(network, noisy_ft, spec):
+    """The clean frames of a spectrum (F, T), by the formulas of the two papers and without noise; written out.
+
+    Until B frames have come, every frame but these is empty. With DP all K frames are estimated again each time."""
+    noisy_ft = torch.nn.functional.pad(noisy_ft, (spec.frames - 1, spec.buffer))
+    t = torch.cat([torch.zeros(spec.frames - spec.buffer), torch.linspace(spec.t_eps, spec.reverse_start, spec.buffer)])
+    t_before = torch.cat([torch.zeros(1), t[:-1]])
+    inside = torch.arange(spec.frames) >= spec.frames - spec.buffer
+    shown_times = torch.where(inside, t, torch.tensor(spec.context_time))
+    scale = torch.where(inside, t, torch.ones(())) if spec.output_scale == "time" else torch.ones(spec.frames)
+    times, x, clean = network.embed(shown_times[None]), torch.zeros(spec.bins, spec.frames) + 0j, []
+    for n in range(noisy_ft.shape[1] - spec.frames + 1):
+        y = noisy_ft[:, n : n + spec.frames]
+        x = torch.cat([x[:, 1:], y[:, -1:]], dim=1)
+        if n < spec.buffer:
+            x = torch.where(torch.arange(spec.frames) >= spec.frames - 1 - n, x, 0)
+        answer = network(x[None], y[None], times, scale[None])[0]
+        if spec.loss == "dp":
+            x = (1 - t_before) * answer + t_before * y
+        else:
+            g_squared = spec.sde_c * spec.sde_k ** (2 * t)
+            moved = x - ((y - x) / (1 - t) - g_squared * answer) * (t - t_before)
+            x = torch.where(inside, moved, x)
+        if n >= spec.buffer - 1:
+            clean.append(x[:, -spec.buffer])
+    return torch.stack(clean, dim=1)
+
+
+@pytest.mark.parametrize("network", ["ncsnpp", "block_causal"])
+@pytest.mark.parametrize("change", [{"loss": "dp"}, {"loss": "dsm", "output_scale": "time", "context_time": 1.0}])
+@torch.no_grad()
+def test_the_official_stream_is_the_official_loop(network, change):
+    torch.manual_seed(0)
+    net = randomised(build_network(network, 8, 16)).eval()
+    spec = dataclasses.replace(SMALL, network=network, block=16, stream="official", **change)
+    frames = 0.1 * torch.randn(SMALL.bins, 30, dtype=torch.complex64)
+    expected = official_loop(net, frames, spec)
+    found = {}
+    for stream in ("official", "own"):
+        buffer = Buffer(net, dataclasses.replace(spec, stream=stream), temperature=0.0)
+        padded = torch.cat([frames, torch.zeros(SMALL.bins, SMALL.buffer)], dim=1)
+        outs = [buffer.push(frame[None])[0, :, 0] for frame in padded.T]
+        found[stream] = torch.stack(outs[SMALL.buffer - 1 :], dim=1)
+    size = float(expected.abs().max())
+    assert 0.01 < size < 100 and found["official"].shape == expected.shape
+    assert float((found["official"] - expected).abs().max()) < 1e-6 * max(1.0, size)
+    assert float((found["own"] - expected).abs().max()) > 1e-3 * size  # they differ
+
+
+def test_places_without_a_frame_hold_fresh_noise_of_their_time_in_the_official_stream():
+    network, spec = Watching(), dataclasses.replace(SMALL, stream="official")
+    buffer = Buffer(network, spec)
+    for _ in range(12):
+        buffer.push(torch.randn(1, SMALL.bins) + 0j)
+    sigmas = signal.sigma(spec, signal.inference_times(spec))
+    for n in range(7):
+        empty = network.shown[n][:, 8 : 15 - n].abs().square().mean(0).sqrt().numpy()
+        assert not network.shown[n][:, :8].any() and empty == pytest.approx(sigmas[: 7 - n], rel=0.4)
+    assert not torch.equal(network.shown[0][:, 8], network.shown[1][:, 8])
+    assert torch.equal(network.shown[11][:, :8], network.said[10][0, :, 1:9])  # the context is estimated again
 
 
 class Watching:
@@ -339,6 +405,8 @@ def test_an_exported_run_enhances_a_folder(tmp_path):
     write_export(tmp_path / "run" / "export", net, SMALL, {})
     (tmp_path / "in").mkdir()
     soundfile.write(tmp_path / "in" / "a.wav", noisy, 16000, subtype="FLOAT")
-    enhance_run(str(tmp_path / "run"), tmp_path / "in", tmp_path / "out", delay=3, temperature=0.5, seed=2)
-    made, _ = soundfile.read(tmp_path / "out" / "a.wav", dtype="float32")
-    assert np.array_equal(made, enhance(net, noisy, SMALL, delay=3, temperature=0.5, seed=2))
+    run, options = str(tmp_path / "run"), {"delay": 3, "temperature": 0.5, "seed": 2}
+    for given in ({}, {"buffer": 6, "stream": "official"}):
+        enhance_run(run, tmp_path / "in", tmp_path / "out", **options, config_class=Config, given=given)
+        made, _ = soundfile.read(tmp_path / "out" / "a.wav", dtype="float32")
+        assert np.array_equal(made, enhance(net, noisy, dataclasses.replace(SMALL, **given), **options))

@@ -1,14 +1,20 @@
 """The networks of the Diffusion Buffer: sizes and names of the official ones, who sees whom, importing checkpoints."""
 
 import dataclasses
+import json
 import math
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from torch.nn import functional as F
 
 from common.config import UserError
+from diffusion_buffer import Config
+from infer import convert, enhance
 from models.diffusion_buffer.diagnose import randomised
+from models.diffusion_buffer.enhance import enhance as stream_whole
 from models.diffusion_buffer.network import (
     BlockCausal,
     CumulativeNorm,
@@ -21,7 +27,7 @@ from models.diffusion_buffer.network import (
     norm,
 )
 from models.diffusion_buffer.signal import Spec
-from models.diffusion_buffer.weights import import_lightning, load_network, write_export
+from models.diffusion_buffer.weights import import_lightning, load_network, open_model, write_export
 
 
 def trained(network) -> int:
@@ -33,6 +39,8 @@ def test_parameter_counts_are_the_official_ones():
         assert trained(NCSNpp(96)) == 18_282_746 and len(NCSNpp(96).state_dict()) == 271
         assert trained(BlockCausal(128, 32)) == 26_328_462
         assert trained(BlockCausal(128, 16)) == 24_362_382
+        large = build_network("ncsnpp_large", 128, 32)  # the official trainer's default size
+        assert trained(large) == 67_381_662 and len(large.state_dict()) == 475
         # The official 175 entries have 42 more: two buffers that nothing reads in each of 21 norms.
         assert len(BlockCausal(128, 32).state_dict()) == 175 - 42
 
@@ -150,7 +158,8 @@ def as_channels(x, y):
     return torch.stack([x.real, x.imag, y.real, y.imag], 1)
 
 
-def plain_ncsnpp(w, x, y, t, scale):
+def plain_ncsnpp(w, x, y, t, scale, levels=4, blocks=1):
+    """Attention is at the fifth scale, if there is one, and in the bottleneck."""
     modules = {int(name.split(".")[1]) for name in w if name.startswith("all_modules.")}
     parts = iter([below(w, f"all_modules.{i}.") for i in sorted(modules)])
     frequencies, first, second, start = (next(parts) for _ in range(4))
@@ -175,10 +184,12 @@ def plain_ncsnpp(w, x, y, t, scale):
     small = as_channels(x, y)
     h = same_conv({f"start.{n}": v for n, v in start.items()}, "start", small)
     skips = [h]
-    for level in range(4):
-        h = block(next(parts), h)
-        skips.append(h)
-        if level < 3:
+    for level in range(levels):
+        for _ in range(blocks):
+            h = block(next(parts), h)
+            h = attention(next(parts), h) if level == 4 else h
+            skips.append(h)
+        if level < levels - 1:
             h, small = block(next(parts), h, "down"), resampled(small, up=False, both=True)
             h = same_conv(next(parts), "Conv_0", small) + h
             skips.append(h)
@@ -186,12 +197,13 @@ def plain_ncsnpp(w, x, y, t, scale):
     h = attention(next(parts), h)
     h = block(next(parts), h)
     pyramid = 0.0
-    for level in reversed(range(4)):
-        for _ in range(2):
+    for level in reversed(range(levels)):
+        for _ in range(blocks + 1):
             h = block(next(parts), torch.cat([h, skips.pop()], 1))
+        h = attention(next(parts), h) if level == 4 else h
         grown = silu(group_norm({f"norm.{n}": v for n, v in next(parts).items()}, "norm", h))
         grown = same_conv({f"conv.{n}": v for n, v in next(parts).items()}, "conv", grown)
-        pyramid = grown + (resampled(pyramid, up=True, both=True) if level < 3 else 0.0)
+        pyramid = grown + (resampled(pyramid, up=True, both=True) if level < levels - 1 else 0.0)
         if level:
             h = block(next(parts), h, "up")
     assert not skips and next(parts, None) is None
@@ -277,6 +289,14 @@ def test_ncsnpp_equals_the_plain_computation():
     require_equal(network, expected, *data)
 
 
+def test_ncsnpp_large_equals_the_plain_computation():
+    network = mattering(build_network("ncsnpp_large", 8, 32))
+    data = inputs(32)
+    with torch.no_grad():
+        expected = plain_ncsnpp(network.state_dict(), *data, levels=5, blocks=2)
+    require_equal(network, expected, *data)
+
+
 @pytest.mark.parametrize(("block", "strides", "frames"), [(16, (2, 2, 2, 2), 21), (32, (2, 2, 2, 4), 40)])
 def test_block_causal_equals_the_plain_computation(block, strides, frames):
     network = mattering(BlockCausal(8, block))
@@ -342,10 +362,10 @@ def test_no_weight_is_without_gradient():
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def lightning(network, path, average=None, prefix="dnn."):
+def lightning(network, path, average=None, prefix="dnn.", **arguments):
     """As the official trainer writes it, with a class of its own among the arguments."""
     content = {"state_dict": {prefix + k: v for k, v in network.state_dict().items()}, "epoch": 3}
-    content["hyper_parameters"] = {"data_module_cls": Spec, "made": Spec(), "lr": 1e-4}
+    content["hyper_parameters"] = {"data_module_cls": Spec, "made": Spec(), "lr": 1e-4} | arguments
     if average is not None:
         content["ema"] = {"decay": 0.999, "num_updates": 10, "shadow_params": average}
     torch.save(content, path)
@@ -368,6 +388,88 @@ def test_a_lightning_checkpoint_gives_its_average(tmp_path, network, prefix):
         assert all(bool((p == 0.5).all()) for p in found.parameters() if p.requires_grad)
     with pytest.raises(UserError, match="EMA has 3 tensors"):
         import_lightning(lightning(source, tmp_path / "c.ckpt", average[:3], prefix), spec)
+
+
+# What the official trainer's command line has by default, with BBED and a window that its network accepts.
+CLI = {"sde": "bbed", "theta": 0.52, "k": 2.6, "T_sampling": 0.999, "t_eps": 0.03, "n_fft": 510, "hop_length": 160}
+CLI |= {"num_frames": 256, "window": "hann", "spec_factor": 0.15, "spec_abs_exponent": 0.5, "fs": 16000}
+CLI |= {"transform_type": "exponent", "normalize": "not", "loss_type": "mse", "output_scale": "time"}
+CLI |= {"diff_buffer_length_inference": 15, "nf": 8, "ch_mult": [2, 2, 2, 2, 2], "num_res_blocks": 2}
+
+
+def test_an_official_checkpoint_tells_its_settings(tmp_path):
+    source = build_network("ncsnpp_large", 8, 32)
+    path = str(lightning(source, tmp_path / "a.ckpt", **CLI))
+    network, spec = open_model(path, Config, {})
+    assert all(torch.equal(v, source.state_dict()[k]) for k, v in network.state_dict().items())
+    assert spec == Spec(
+        network="ncsnpp_large", width=8, n_fft=510, hop=160, frames=256, buffer=15, sde_c=0.52, loss="dsm",
+        output_scale="time", context_time=1.0, stream="official",
+    )  # fmt: skip
+    changed = open_model(path, Config, {"buffer": 8, "reverse_start": 0.5, "stream": "own"})[1]
+    assert changed == dataclasses.replace(spec, buffer=8, reverse_start=0.5, stream="own")
+    with pytest.raises(UserError, match=r"--hop 128 \(it has 160\), --loss dp \(it has dsm\)"):
+        open_model(path, Config, {"hop": 128, "loss": "dp", "output_scale": "time"})
+    with pytest.raises(UserError, match="--lr is a flag for training"):
+        open_model(path, Config, {"lr": 1e-3})
+
+
+def command(module, *words):
+    """Runs a command of infer/ in this process."""
+    parse = module.parse_args
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["command", *map(str, words)])
+        return parse()
+
+
+def test_an_official_file_is_converted_and_enhances_as_it_does_itself(tmp_path, capsys):
+    source = randomised(build_network("ncsnpp_large", 8, 32))
+    file = lightning(source, tmp_path / "a.ckpt", **CLI | {"n_fft": 126, "hop_length": 64, "num_frames": 32})
+    flags = ["--reverse-start", "0.5", "--buffer", "6"]
+    convert.convert(command(convert, "--model", file, "--out", tmp_path / "live", *flags))
+    assert "--reverse-start 0.5" in capsys.readouterr().out
+    (tmp_path / "in").mkdir()
+    noisy = 0.1 * np.random.default_rng(0).standard_normal(1600)
+    soundfile.write(tmp_path / "in" / "a.wav", noisy, 16000, subtype="FLOAT")
+    made = []
+    for words in (["--model", tmp_path / "live"], ["--model", file, "--recipe", "diffusion_buffer", *flags]):
+        out = tmp_path / f"out{len(made)}"
+        enhance.enhance(command(enhance, *words, "--source", tmp_path / "in", "--out", out, "--temperature", "0"))
+        made.append(soundfile.read(out / "a.wav", dtype="float32")[0])
+    assert np.array_equal(*made) and len(made[0]) == 1600
+    spec = open_model(str(file), Config, {"reverse_start": 0.5, "buffer": 6})[1]
+    assert spec.stream == "official" and np.array_equal(
+        made[0], stream_whole(source.eval(), noisy.astype(np.float32), spec, temperature=0.0)
+    )
+    with pytest.raises(UserError, match="live exists already"):
+        convert.convert(command(convert, "--model", file, "--out", tmp_path / "live"))
+    with pytest.raises(UserError, match="is not a file; a run of this project is converted with --run"):
+        convert.convert(command(convert, "--model", tmp_path / "live", "--out", tmp_path / "other"))
+    with pytest.raises(UserError, match="unknown flag --bufer; did you mean --buffer"):
+        enhance.enhance(command(enhance, *words, "--source", "a", "--out", "b", "--bufer", "3"))
+    with pytest.raises(SystemExit):
+        command(convert, "--run", "runs/a", "--buffer", "3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sde": "ouve"}, "was trained with sde ouve; only bbed is supported"),
+        ({"spec_factor": 0.33}, "spec_factor 0.33; only 0.15"),
+        ({"loss_type": "gencon_mel"}, "loss_type gencon_mel, which is not supported"),
+        ({"hop_length": "fast"}, "hop_length fast, which is not supported"),
+    ],
+)
+def test_official_settings_that_this_code_does_not_have_are_refused(tmp_path, arguments, message):
+    lightning(NCSNpp(8), tmp_path / "a.ckpt", **CLI | arguments)
+    with pytest.raises(UserError, match=message):
+        open_model(str(tmp_path / "a.ckpt"), Config, {})
+
+
+def test_peak_normalisation_is_mentioned(tmp_path, capsys):
+    lightning(NCSNpp(8), tmp_path / "a.ckpt", **CLI | {"normalize": "noisy"})
+    open_model(str(tmp_path / "a.ckpt"), Config, {})
+    assert "divided by their peak" in capsys.readouterr().out
 
 
 def test_the_official_buffers_without_meaning_are_left_out(tmp_path):
@@ -413,3 +515,15 @@ def test_an_export_knows_its_settings_and_refuses_others(tmp_path):
     other = dataclasses.replace(SMALL, sde_c=0.52, hop=15)
     with pytest.raises(UserError, match=r"--hop 15 \(it has 16\), --sde-c 0.52 \(it has 0.08\)"):
         load_network(str(tmp_path), other)
+    used = open_model(str(tmp_path), Config, {"buffer": 6, "stream": "official"})[1]
+    assert used == dataclasses.replace(SMALL, buffer=6, stream="official")
+    with pytest.raises(UserError, match=r"--sde-c 0.52 \(it has 0.08\)"):
+        open_model(str(tmp_path), Config, {"sde_c": 0.52})
+
+
+def test_an_export_from_before_there_were_two_streams_has_the_own_one(tmp_path):
+    write_export(tmp_path / "export", NCSNpp(8), SMALL, {})
+    facts = json.loads((tmp_path / "export" / "config.json").read_text())
+    del facts["stream"]
+    (tmp_path / "export" / "config.json").write_text(json.dumps(facts))
+    assert load_network(str(tmp_path))[1] == SMALL

@@ -184,6 +184,33 @@ def test_training_and_stream_give_a_frame_the_same_level():
     assert torch.allclose(network.y, spectrum * batch["loudness"][:, None], atol=1e-5)
 
 
+@pytest.mark.parametrize("gain", [1.0, 0.01, 1e-4])  # with less gain more frames are pauses, in the end all of them
+def test_levels_of_all_frames_at_once_are_those_of_the_tracker_frame_by_frame(gain):
+    noisy = torch.from_numpy(pair(1.0)[0] * np.repeat([1, 0.003, 0, 0.3], 4000).astype(np.float32))
+    level = signal.LoudnessTracker(TRACKED)
+    expected = [level.push(frame) for frame in signal.whole_spectrum(noisy * gain, TRACKED, 251).T]
+    found = signal.loudness_factors(signal.frame_powers(noisy, 251, TRACKED) * gain**2, TRACKED)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert (len(set(expected)) == 1) == (gain == 1e-4)
+
+
+def test_a_crop_s_level_has_its_gain_and_the_powers_of_a_clip_are_computed_once(monkeypatch):
+    computed, powers = [], signal.frame_powers
+    monkeypatch.setattr(signal, "frame_powers", lambda *a: computed.append(1) or powers(*a))
+    noisy, clean = pair(1.0)
+    training_set = clips_of(noisy, clean, TRACKED)
+    training_set.config.gain_low, training_set.config.gain_high = -50.0, -20.0
+    wave = torch.from_numpy((np.clip(noisy, -1, 1) * 32767).astype(np.int16).astype(np.float32) / 32768)
+    for epoch in range(4):
+        key = (0, epoch, "clip")
+        gain, last = 10 ** (training_set.gain(key) / 20), training_set.last_frame(0, key)
+        level = signal.LoudnessTracker(TRACKED)
+        heard = [level.push(frame) for frame in signal.whole_spectrum(wave * gain, TRACKED, last + 1).T]
+        found = training_set.batch([(epoch, 0)])["loudness"][0]
+        assert found.numpy() == pytest.approx(([1.0] * 16 + heard)[-16:], rel=1e-5)
+    assert computed == [1]
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------
 
 

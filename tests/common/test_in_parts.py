@@ -1,0 +1,120 @@
+"""Micro-batches in parts: the same gradients, and a training that goes on when memory really runs out."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common import engine, in_parts
+from common.config import UserError
+from common.contracts import LossOutput
+from common.runtime import Process
+from common.single_process import PlainEngine
+from helpers import support
+
+HERE = Process(0, 1, torch.device("cpu"))
+
+
+def made(fits: int = 99):
+    """An engine around a small network, a batch of 5 sounds, and a loss that runs out of memory with more of them."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    network.unused = torch.nn.Parameter(torch.ones(3))
+    batch = {"x": torch.randn(5, 4), "ids": list("abcde"), "positions": 20, "scalar": torch.tensor(2.0), "own": True}
+    sizes = []
+
+    def loss(model, batch):
+        sizes.append(len(batch["ids"]))
+        assert len(batch["x"]) == len(batch["ids"]) and batch["own"] and batch["scalar"] == 2
+        error = model(batch["x"]).square().sum()
+        if len(batch["ids"]) > fits:
+            error.register_hook(lambda _: torch.empty(2**60, dtype=torch.uint8))  # in the backward pass, really
+        count = torch.tensor([float(error.detach()), float(len(batch["ids"]))])
+        return LossOutput(error, {"error": count}, extra=batch["ids"])
+
+    config = SimpleNamespace(accumulation=1, max_grad_norm=1.0)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    return PlainEngine(engine.LossModule(network, loss), optimizer, config), batch, sizes
+
+
+def gradients(ds_engine) -> dict:
+    return {name: p.grad for name, p in ds_engine.module.model.named_parameters()}
+
+
+def plain_gradients() -> tuple[dict, float]:
+    ds_engine, batch, _ = made()
+    output = ds_engine(batch)
+    engine.backward(ds_engine, output.loss_sum, 7.0, 1)
+    return gradients(ds_engine), float(output.loss_sum.detach())
+
+
+@pytest.mark.parametrize(
+    ("fits", "begin", "expected", "tried"),
+    [(99, 1, 1, [5]), (4, 1, 2, [5, 2, 3]), (1, 1, 8, [5, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1]), (99, 2, 2, [2, 3])],
+)
+def test_parts_add_up_to_the_gradient_of_the_whole(fits, begin, expected, tried, capsys):
+    wanted, loss = plain_gradients()
+    ds_engine, batch, sizes = made(fits)
+    output, parts = in_parts.backward(ds_engine, batch, ds_engine.module, 7.0, begin, HERE)
+    found = gradients(ds_engine)
+    assert parts == expected and found["unused"] is None and wanted["unused"] is None
+    for name in wanted:
+        if name != "unused" and expected == 1:
+            assert torch.equal(found[name], wanted[name])
+        elif name != "unused":
+            assert torch.allclose(found[name], wanted[name], atol=1e-7)
+    assert sizes[: len(tried)] == tried and float(output.loss_sum) == pytest.approx(loss)
+    assert output.parts["error"].tolist() == pytest.approx([loss, 5])
+    assert [name for part in output.extra for name in part] == batch["ids"] and not output.loss_sum.requires_grad
+    assert capsys.readouterr().out.count("runs out of memory") == np.log2(expected / begin)
+
+
+def test_gradients_of_micro_batches_add_up():
+    wanted, _ = plain_gradients()
+    ds_engine, batch, _ = made()
+    for _ in range(2):
+        in_parts.backward(ds_engine, batch, ds_engine.module, 7.0, 2, HERE)
+    assert torch.allclose(gradients(ds_engine)["0.weight"], 2 * wanted["0.weight"], atol=1e-7)
+
+
+def test_what_does_not_fit_one_by_one_is_said_and_an_infinite_loss_has_no_finite_gradient():
+    ds_engine, batch, _ = made(fits=0)
+    with pytest.raises(UserError, match="not even in parts of one crop .*allocate memory"):
+        in_parts.backward(ds_engine, batch, ds_engine.module, 7.0, 1, HERE)
+    ds_engine, batch, _ = made()
+    batch["x"][3] = float("inf")
+    ds_engine.module.model[1] = torch.nn.Identity()
+    in_parts.backward(ds_engine, batch, ds_engine.module, 7.0, 2, HERE)
+    assert gradients(ds_engine)["0.weight"].isnan().any()
+
+
+# ---- with a real limit -----------------------------------------------------------------------------------------
+
+BUFFER = "--width 16 --frames 64 --buffer 8 --micro-batch 8 --steps 3 --lr 1e-4 --precision fp32"
+COMMON = "--samples 0 --eval-every 0 --save-every 0 --no-export --hold-out dov --eval-files 1"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "flags"), [("diffusion_buffer", BUFFER)])
+def test_a_process_whose_memory_is_limited_trains_the_same(recipe, flags, pairs, tmp_path):
+    losses = {}
+    for share in (9.0, 0.6):
+        run = tmp_path / str(share)
+        script = support.ROOT / "tests" / "helpers" / "limited_memory.py"
+        words = [sys.executable, script, str(share), recipe, "--data", pairs, "--out", run, *flags.split()]
+        words += ["--ds", support.ROOT / "ds_configs" / "zero2.json", *COMMON.split()]
+        environment = dict(os.environ) | support.rank_environment(0, 1, support.free_port())
+        environment |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        losses[share] = [record["loss"] for record in support.step_records(run)]
+        events = [r for r in support.metrics(run) if r.get("event") == "out_of_memory"]
+        if share == 9.0:
+            assert not events
+        else:
+            assert [event["step"] for event in events] == [2] and events[0]["parts"] in (2, 4), events
+    assert losses[0.6] == pytest.approx(losses[9.0], rel=1e-5) and len(set(losses[9.0])) == 3

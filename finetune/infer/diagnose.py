@@ -8,14 +8,13 @@ python finetune/infer/diagnose.py --recipe diffusion_buffer
 training. Every line is PASS, WARN or FAIL with its number. The exit code is 0 if nothing fails, otherwise 2.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import build_config, find_recipe, read_record, trained_flags
-from common.config import UserError
+from common.config import UserError, command_parser
 from common.runtime import forbid_codec_imports, run_main
 from common.scorer import Scorer
 
@@ -23,9 +22,7 @@ RECIPES = ("cmgan", "diffusion_buffer")
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--run", type=Path, help="run folder")
     what.add_argument("--model", type=Path, help="export folder, checkpoint folder or file of weights")

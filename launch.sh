@@ -6,7 +6,7 @@
 #   ./launch.sh demo                         fine-tune a tiny Dia on a synthetic corpus, end to end
 #   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others
 #   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score,
-#                                            cluster_speakers, train_codec
+#                                            cluster_speakers, train_codec, fetch (a model or codec from the hub)
 #   ./launch.sh RECIPE [--ranks N] [flags]   train with finetune/RECIPE.py under DeepSpeed: on all GPUs, or as 2 ranks
 #                                            on a CPU; RECIPE: dia_lora, dia_full, higgs_clone, llama_mot, cmgan,
 #                                            diffusion_buffer
@@ -371,7 +371,7 @@ case $command in
         exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
         ;;
     slurm) submit "$@" ;;
-    encode | decode | check | pairs | pair_speakers | cluster_speakers | train_codec | score)
+    encode | decode | check | pairs | pair_speakers | cluster_speakers | train_codec | score | fetch)
         setup
         if [[ -n ${SLURM_JOB_ID:-} && $command == encode ]]; then
             encode_in_slurm "$@"

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from lib.clips import REFERENCES
-from lib.errors import UserError, run
+from lib.errors import UserError, between, command_parser, run
 
 CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")  # not tabs and line ends (become blanks) or NUL (dropped)
 MAX_NAMES = 5  # ids printed per line
@@ -28,12 +28,12 @@ FRAMES = {"dac": 3056}  # Dia's decoder positions, 3072, minus the longest delay
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("datasets", nargs="+", type=Path, metavar="DIR", help="datasets made by encode.py or pairs.py")
-    add("--listen", type=int, default=0, metavar="K", help="write K evenly spaced clips as wav (default: 0)")
+    add(
+        "--listen", type=between(int, 0), default=0, metavar="K", help="write K evenly spaced clips as wav (default: 0)"
+    )
     add("--codec-weights", metavar="PATH_OR_ID", help="codec for --listen (default: the one named in dataset.json)")
     return parser.parse_args(argv)
 
@@ -268,7 +268,7 @@ def listen(folder: Path, info: dict, count: int, weights: str | None) -> None:
 
         if not (weights or info.get("weights")):
             raise UserError("--listen needs --codec-weights: dataset.json does not name the codec's weights")
-        path = find_weights(weights or info["weights"])
+        path = find_weights(weights) if weights else find_weights(info["weights"], info.get("weights_revision"))
         if info.get("weights_sha256") not in (None, hash_weights(path)):
             raise UserError(f"--codec-weights {weights or info['weights']} are not the weights that made {folder}")
         codec = load_codec(path)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UserError, run
+from lib.errors import UserError, between, command_parser, run
 
 # Clustering takes memory for all pairs of clips, 0.8 GB for these. Of more clips, a part is clustered and the others
 # join the nearest cluster.
@@ -29,9 +29,7 @@ MOST_CLUSTERED = 10_000
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("tokens", type=Path, help="token dataset")
     add("--out", required=True, type=Path, help="folder for the new token dataset")
@@ -42,7 +40,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="resemblyzer; the folder of an x-vector model; or MODULE:FUNCTION of your own, a function from mono "
         "samples at 16 kHz to a vector",
     )
-    add("--threshold", type=float, default=0.4, help="largest cosine distance within a speaker (default: 0.4)")
+    add(
+        "--threshold",
+        type=between(float, 0, 2),
+        default=0.4,
+        help="largest cosine distance within a speaker (default: 0.4)",
+    )
     args = parser.parse_args(argv)
     if not 0 < args.threshold < 2:
         parser.error("--threshold must be between 0 and 2")
@@ -155,7 +158,7 @@ def load_codec(folder: Path, info: dict):
 
     if not info.get("weights"):
         raise UserError(f"{folder} names no codec, and the recordings of its clips are gone: no voice can be heard")
-    return load_codec(find_weights(info["weights"]))
+    return load_codec(find_weights(info["weights"], info.get("weights_revision")))
 
 
 # ---------------------------------------------------------------- clusters

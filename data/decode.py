@@ -13,13 +13,11 @@ import json
 import os
 from pathlib import Path
 
-from lib.errors import UserError, run
+from lib.errors import UserError, command_parser, run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE.npy", help="codes to decode")
     add(
@@ -28,6 +26,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="PATH_OR_ID",
         help="a local path or a hub id (descript/dac_44khz)",
     )
+    add("--codec-revision", metavar="REV", help="branch, tag or commit of --codec-weights on the hub (default: newest)")
     add(
         "--tensorboard",
         type=Path,
@@ -49,7 +48,7 @@ def main() -> None:
         return
     from lib.codec import find_weights, load_codec
 
-    write_sounds(arrays, load_codec(find_weights(args.codec_weights)), args.tensorboard, args.step)
+    write_sounds(arrays, load_codec(find_weights(args.codec_weights, args.codec_revision)), args.tensorboard, args.step)
 
 
 def decode_files(files: list[Path], codec, board: Path | None, step: int) -> None:

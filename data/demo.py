@@ -15,16 +15,14 @@ import shutil
 import time
 from pathlib import Path
 
-from lib.errors import UserError, run
+from lib.errors import UserError, command_parser, run
 from lib.store import locked, sync_folder, versions, write_json
 
 HERE = Path(__file__).resolve().parent
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--out", required=True, type=Path, help="folder for the demo")
     parser.add_argument("--model", choices=find_models(), default="dia", help="which demo to build (default: dia)")
     return parser.parse_args(argv)

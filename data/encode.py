@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from lib.clips import LABELS, REFERENCES, Clip, Options, Skipped
-from lib.errors import UserError, run
+from lib.errors import UserError, between, command_parser, run
 from lib.pool import Todo, run_workers
 from lib.resume import ClipResult, Finished, Job, clips_key, is_current, load_finished, save_part, unfinished
 from lib.sources import READERS, count_wanted, find_clips
@@ -35,9 +35,7 @@ BYTES_PER_WORKER = 30_000_000  # with less audio per worker, starting another pr
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument_group("input, codec and output").add_argument
     add(
         "--codec",
@@ -51,6 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="a hub id (descript/dac_44khz), a folder, or descript-audio-codec's .pth file; optional only if all "
         "clips are already codes",
     )
+    add("--codec-revision", metavar="REV", help="branch, tag or commit of --codec-weights on the hub (default: newest)")
     add("--source", required=True, type=Path, help="folder, manifest or dataset to read; see --format")
     add("--format", choices=sorted(READERS), default="folder", help="format of --source (default: folder)")
     add("--out", required=True, type=Path, help="folder for the token dataset")
@@ -65,6 +64,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help='an instruction such as "Say this: " that is removed from texts which begin with exactly these characters;'
         " give it again for another (default: texts stay whole)",
     )
+    add("--source-revision", metavar="REV", help="hf: branch, tag or commit of --source on the hub (default: newest)")
     add("--text-column", metavar="NAME", help="csv, hf: column with the text (default: text, caption, ...)")
     add("--captions", type=Path, metavar="CSV", help="legacy-npy: CSV file with the columns ytid and caption")
     add(
@@ -92,13 +92,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="LUFS",
         help="give every clip this loudness (ITU-R BS.1770), such as -23; less where it would clip (default: as it is)",
     )
-    add("--min-seconds", type=float, default=0.4, help="reject shorter clips (default: 0.4)")
-    add("--max-seconds", type=float, default=math.inf, help="reject longer clips (default: no limit)")
-    add("--max-reject", type=float, default=0.01, help="exit with code 1 above this share of rejects (default: 0.01)")
+    add("--min-seconds", type=between(float, 0), default=0.4, help="reject shorter clips (default: 0.4)")
+    add(
+        "--max-seconds",
+        type=between(float, 0, above=True),
+        default=math.inf,
+        help="reject longer clips (default: no limit)",
+    )
+    add(
+        "--max-reject",
+        type=between(float, 0, 1),
+        default=0.01,
+        help="exit with code 1 above this share of rejects (default: 0.01)",
+    )
     add = parser.add_argument_group("parallel encoding").add_argument
     add(
         "--workers",
-        type=int,
+        type=between(int, 1),
         help="number of processes, each with its own codec (default: by CPU cores and amount of audio, at most 8)",
     )
     add("--shard", type=parse_shard, metavar="I/N", help="encode only shard I of N (from 0), for job arrays")
@@ -108,8 +118,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--stereo works only with --codec dac")
     if args.loudness is not None and not -70 < args.loudness < 0:
         parser.error("--loudness must be between -70 and 0 LUFS")
-    if args.workers is not None and args.workers < 1:
-        parser.error("--workers must be at least 1")
+    if args.min_seconds > args.max_seconds:
+        parser.error(f"--min-seconds {args.min_seconds:g} is more than --max-seconds {args.max_seconds:g}")
     if args.shard and args.merge:
         parser.error("--shard and --merge cannot be used together")
     return args
@@ -127,7 +137,10 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def main() -> int:
     args = parse_args()
-    options = Options(args.audio_root, args.captions, args.text_column, args.musiccaps_split)
+    for flag in ("prompts", "audio_root", "captions"):
+        if (path := getattr(args, flag)) and not path.exists():
+            raise UserError(f"--{flag.replace('_', '-')} {path} does not exist")
+    options = Options(args.audio_root, args.captions, args.text_column, args.musiccaps_split, args.source_revision)
     skipped: list[Skipped] = []
     clips = find_clips(args.source, args.format, args.prompts, args.missing_text, options, skipped)
     print(f"{len(clips)} clips in {args.source}")
@@ -137,6 +150,7 @@ def main() -> int:
         args.out,
         codec=args.codec,
         weights=args.codec_weights,
+        revision=args.codec_revision,
         stereo=args.stereo,
         min_seconds=args.min_seconds,
         max_seconds=args.max_seconds,
@@ -176,6 +190,7 @@ def encode_dataset(
     out: Path,
     codec: str,
     weights: str | None,
+    revision: str | None = None,
     stereo: bool = False,
     min_seconds: float = 0.4,
     max_seconds: float = math.inf,
@@ -196,7 +211,7 @@ def encode_dataset(
     """
     from lib import store
 
-    job = replace(make_job(clips, codec, weights, stereo, min_seconds, max_seconds), loudness=loudness)
+    job = replace(make_job(clips, codec, weights, revision, stereo, min_seconds, max_seconds), loudness=loudness)
     out = out.absolute()
     work = out.with_name(out.name + ".work")
     tag = f"{shard[0]}of{shard[1]}" if shard else "0"
@@ -241,14 +256,22 @@ def encode_dataset(
 # ---------------------------------------------------------------- settings and shard
 
 
-def make_job(clips: list[Clip], codec: str, weights: str | None, stereo: bool, shortest: float, longest: float) -> Job:
+def make_job(
+    clips: list[Clip],
+    codec: str,
+    weights: str | None,
+    revision: str | None,
+    stereo: bool,
+    shortest: float,
+    longest: float,
+) -> Job:
     from lib.codec import find_weights, hash_weights, kind_of
 
     if weights is None:
         if not all(clip.coded for clip in clips):
             raise UserError("--codec-weights is needed: a hub id or a local path")
         return Job(None, None, codec, stereo, shortest, longest)
-    path = find_weights(weights)
+    path = find_weights(weights, revision)
     kind = kind_of(path)
     if kind != codec:
         raise UserError(f"--codec {codec} does not match --codec-weights {weights}, which is a {kind} codec")
@@ -362,6 +385,8 @@ def write_tokens(
         "codec": job.codec,
         # A local path is made absolute: samples are decoded from other working directories.
         "weights": str(Path(weights).absolute()) if weights and Path(weights).exists() else weights,
+        # The folder of a download is named after its commit.
+        **({"weights_revision": Path(job.path).name} if weights and not Path(weights).exists() else {}),
         "weights_sha256": job.weights_sha256,
         **format,
         "channels": format["codebooks"] * (2 if job.stereo else 1),

@@ -14,18 +14,21 @@ from collections import defaultdict
 from pathlib import Path
 
 from lib.clips import REFERENCES
-from lib.errors import UserError, run
+from lib.errors import UserError, between, command_parser, run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("tokens", type=Path, help="token dataset whose clips have speakers")
     add("--out", required=True, type=Path, help="folder for the new token dataset")
-    add("--min-seconds", type=float, default=3.0, help="length of the shortest reference (default: 3)")
-    add("--max-seconds", type=float, default=15.0, help="length of the longest reference (default: 15)")
+    add("--min-seconds", type=between(float, 0), default=3.0, help="length of the shortest reference (default: 3)")
+    add(
+        "--max-seconds",
+        type=between(float, 0, above=True),
+        default=15.0,
+        help="length of the longest reference (default: 15)",
+    )
     add("--seed", type=int, default=0, help="random seed for the choice of references (default: 0)")
     add("--allow-no-ref", action="store_true", help="keep clips for which there is no reference")
     return parser.parse_args(argv)

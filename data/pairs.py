@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from lib.clips import AUDIO_SUFFIXES, walk
-from lib.errors import UserError, run
+from lib.errors import UserError, between, command_parser, run
 from lib.hf import open_hf
 from lib.waveform import Reject, prepare, read_samples
 
@@ -71,9 +71,7 @@ class Settings:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("--clean", type=Path, help="folder of clean speech")
     add("--noisy", type=Path, help="folder of noisy speech with the same file names")
@@ -84,12 +82,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--split", help="with --voicebank: train, test, 28spk or 56spk; with --source: a split, if it has several")
     add("--snr", type=snr_range, metavar="LO:HI", help="with --noise: signal-to-noise range in dB, such as -5:15")
     add("--out", required=True, type=Path, help="folder for the dataset")
-    add("--sample-rate", type=int, default=16000, help="sample rate in Hz (default: 16000)")
+    add("--sample-rate", type=between(int, 1000, 192000), default=16000, help="sample rate in Hz (default: 16000)")
     add("--seed", type=int, default=0, help="random seed for the mixtures (default: 0)")
-    add("--min-seconds", type=float, default=0.4, help="reject shorter clips (default: 0.4)")
-    add("--max-reject", type=float, default=0.01, help="exit with code 1 above this share of rejects (default: 0.01)")
+    add("--min-seconds", type=between(float, 0), default=0.4, help="reject shorter clips (default: 0.4)")
+    add(
+        "--max-reject",
+        type=between(float, 0, 1),
+        default=0.01,
+        help="exit with code 1 above this share of rejects (default: 0.01)",
+    )
     workers = min(8, len(os.sched_getaffinity(0)))
-    add("--workers", type=int, default=workers, help="number of processes (default: CPU cores, at most 8)")
+    add("--workers", type=between(int, 1), default=workers, help="number of processes (default: CPU cores, at most 8)")
     argv = sys.argv[1:] if argv is None else list(argv)
     if "--snr" in argv[:-1]:  # argparse would read the -5 in "--snr -5:15" as a flag
         index = argv.index("--snr")

@@ -22,15 +22,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from lib.errors import UserError, run
+from lib.errors import UserError, command_parser, run
 
 RATE = 16000  # Hz, the rate of all supported models
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="WAV", help="samples to score")
     add_measures(parser)
     args = parser.parse_args(argv)
@@ -183,7 +181,10 @@ def load_recogniser(name: str) -> Callable:
     from transformers import AutoConfig, AutoModelForCTC, AutoModelForSpeechSeq2Seq, AutoProcessor, pipeline
 
     require_folder("--wer", name)
-    encoder_decoder = AutoConfig.from_pretrained(name, local_files_only=True).is_encoder_decoder
+    try:
+        encoder_decoder = AutoConfig.from_pretrained(name, local_files_only=True).is_encoder_decoder
+    except (OSError, ValueError) as error:
+        raise UserError(f"--wer {name} holds no recogniser that can be read: {str(error).splitlines()[0]}") from None
     model_class = AutoModelForSpeechSeq2Seq if encoder_decoder else AutoModelForCTC
     model, processor = load_local("--wer", name, model_class, AutoProcessor)
     transcribe = pipeline(

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from lib.clips import AUDIO_SUFFIXES, walk
-from lib.errors import UserError, run
+from lib.errors import UserError, between, command_parser, run
 from lib.store import hash_file, refuse_existing, versions, write_json
 from lib.waveform import Reject, prepare, read_samples
 
@@ -31,31 +31,46 @@ SAVE_EVERY = 200
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--source", required=True, type=Path, help="folder with audio files, searched recursively")
     parser.add_argument("--out", required=True, type=Path, help="folder for the codec")
-    parser.add_argument("--rate", type=int, default=16000, help="sample rate in Hz (default: 16000)")
+    parser.add_argument("--rate", type=between(int, 1), default=16000, help="sample rate in Hz (default: 16000)")
     parser.add_argument(
         "--strides",
-        type=int,
+        type=between(int, 2),
         nargs="+",
         default=[5, 4, 4, 4],
         help="downsampling of the encoder's stages; their product is the hop (default: 5 4 4 4, 50 frames/s at 16 kHz)",
     )
-    parser.add_argument("--encoder-width", type=int, default=8, help="channels of its first stage (default: 8)")
-    parser.add_argument("--decoder-width", type=int, default=256, help="channels before its first stage (default: 256)")
-    parser.add_argument("--codebooks", type=int, default=9, help="number of codebooks (default: 9, as in Dia)")
-    parser.add_argument("--codebook-size", type=int, default=256, help="entries per codebook (default: 256)")
-    parser.add_argument("--codebook-dim", type=int, default=8, help="dimensions of an entry (default: 8)")
-    parser.add_argument("--steps", type=int, default=6000, help="training steps (default: 6000)")
+    parser.add_argument(
+        "--encoder-width", type=between(int, 1), default=8, help="channels of its first stage (default: 8)"
+    )
+    parser.add_argument(
+        "--decoder-width", type=between(int, 1), default=256, help="channels before its first stage (default: 256)"
+    )
+    parser.add_argument(
+        "--codebooks", type=between(int, 1), default=9, help="number of codebooks (default: 9, as in Dia)"
+    )
+    parser.add_argument(
+        "--codebook-size", type=between(int, 1), default=256, help="entries per codebook (default: 256)"
+    )
+    parser.add_argument("--codebook-dim", type=between(int, 1), default=8, help="dimensions of an entry (default: 8)")
+    parser.add_argument("--steps", type=between(int, 1), default=6000, help="training steps (default: 6000)")
     parser.add_argument("--share", type=float, default=0.4, help="share of the steps without quantizer (default: 0.4)")
-    parser.add_argument("--batch", type=int, default=8, help="crops per step (default: 8)")
-    parser.add_argument("--crop", type=float, default=0.5, help="seconds per crop (default: 0.5)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate; falls to a tenth (default: 0.001)")
-    parser.add_argument("--held-out", type=int, default=16, help="clips kept for evaluation (default: 16)")
-    parser.add_argument("--eval-every", type=int, default=500, help="steps between evaluations (default: 500)")
+    parser.add_argument("--batch", type=between(int, 1), default=8, help="crops per step (default: 8)")
+    parser.add_argument(
+        "--crop", type=between(float, 0, above=True), default=0.5, help="seconds per crop (default: 0.5)"
+    )
+    parser.add_argument(
+        "--lr",
+        type=between(float, 0, above=True),
+        default=1e-3,
+        help="peak learning rate; falls to a tenth (default: 0.001)",
+    )
+    parser.add_argument("--held-out", type=between(int, 1), default=16, help="clips kept for evaluation (default: 16)")
+    parser.add_argument(
+        "--eval-every", type=between(int, 1), default=500, help="steps between evaluations (default: 500)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and crops (default: 0)")
     return parser.parse_args(argv)
 
@@ -84,9 +99,6 @@ def check_args(args: argparse.Namespace) -> None:
     if not args.source.is_dir():
         raise UserError(f"--source {args.source} is not a folder with audio files.")
     refuse_existing(args.out)
-    for name in ("steps", "batch", "codebooks", "codebook_size", "codebook_dim", "encoder_width", "rate", "held_out"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
     if not 0 < args.share < 1:
         raise UserError("--share must lie between 0 and 1.")
     if args.decoder_width % 2 ** len(args.strides):

@@ -22,7 +22,7 @@ import numpy as np
 import score
 
 from lib.embedding import agreement, frechet, load_embedder
-from lib.errors import UserError, run
+from lib.errors import UserError, command_parser, run
 
 POLL_SECONDS = 1.0
 # What a sample gets that is silent or cannot be decoded: leaving it out would make a silent model the best.
@@ -30,9 +30,7 @@ WORST = {"wer": 1.0, "similarity": 0.0, "dnsmos": 1.0, "caption": 0.0}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")
     add("--names", nargs="+", required=True, metavar="NAME", help="the samples of every step")
@@ -45,6 +43,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if not args.run.is_dir():
+        raise UserError(f"{args.run} is not a run folder")
     watcher = Watcher(args)
     (args.run / "scores").mkdir(parents=True, exist_ok=True)
     (args.run / "scores" / "ready").touch()  # everything could be loaded

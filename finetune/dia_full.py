@@ -257,7 +257,7 @@ def train(config: Config, process: Process, ds: dict):
         )
 
     # model and data
-    hub.fetch(config.model, process, weights=not config.world)
+    config = hub.pin(config, process)
     tag_map = read_tag_map(config.tag_map)
     with memory.unallocated(config):
         model = build_model(config, ds, tag_map)

@@ -255,7 +255,7 @@ def export(
     if process.is_main:
         training = dataclasses.asdict(config) | {"recipe": "dia_lora", "checkpoint": checkpoint}
         files = {"tag_map.json": tag_map, "training_config.json": training, "codec.json": codec}
-        lora.write_adapter(ds_engine.module.model, weights, folder, config.model, files)
+        lora.write_adapter(ds_engine.module.model, weights, folder, config.model, files, config.revision or None)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def train(config: Config, process: Process, ds: dict):
         )
 
     # model and data
-    hub.fetch(config.model, process, weights=not config.world)
+    config = hub.pin(config, process)
     tag_map = read_tag_map(config.tag_map)
     with memory.unallocated(config):
         model = build_model(config, ds, tag_map)

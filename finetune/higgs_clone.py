@@ -34,7 +34,7 @@ class Config(SpeechFlags):
         low=1e-6,
         high=1e-2,
     )
-    revision: str = flag("", "revision of --model on the hub; empty = the newest", group="run")
+    revision: str = flag("", "branch, tag or commit of --model on the hub; empty = the newest", group="run")
     attn: attention.Attention = flag("auto", attention.HELP, group="run", may_change=True)
     compile: bool = flag(False, compiling.HELP, group="run", may_change=True)
 
@@ -353,7 +353,7 @@ def train(config: Config, process: Process, ds: dict):
         )
 
     # model and data
-    hub.fetch(config.model, process, config.revision, weights=not config.world)
+    config = hub.pin(config, process)
     with memory.unallocated(config):
         model = build_model(config, ds)
     tokenizer = load_tokenizer(config.model, config.revision)

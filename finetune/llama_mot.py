@@ -30,6 +30,7 @@ class Config(MusicFlags):
     deepspeed: bool = flag(
         True, "--no-deepspeed: one process without DeepSpeed, fp32, on CPU, CUDA or Apple GPU", group="run"
     )
+    revision: str = flag("", "branch, tag or commit of --model on the hub; empty = the newest", group="run")
     attn: attention.Attention = flag("auto", attention.HELP, group="run", may_change=True)
     compile: bool = flag(False, compiling.HELP, group="run", may_change=True)
     min_coverage: float = flag(
@@ -42,6 +43,7 @@ class Config(MusicFlags):
     )
 
     musicgen: str = flag("", "MusicGen whose feed-forward blocks initialise the experts: hub id or local folder")
+    musicgen_revision: str = flag("", "branch, tag or commit of --musicgen on the hub; empty = the newest")
     experts: Literal["musicgen", "musicgen_absorbed", "llama", "random"] = flag(
         "musicgen", "initial weights of the music experts; absorbed: projections multiplied into MusicGen's matrices"
     )
@@ -311,7 +313,7 @@ def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, clips: Clip
         name: getattr(config, name) for name in ("train_parts", "text_dropout", "profile", "precision", "quantize")
     }
     description = describe(model, config.model, fingerprint, clips.tokens.info, training | clips.limits)
-    description |= {"recipe": "llama_mot", "checkpoint": checkpoint}
+    description |= {"revision": config.revision or None, "recipe": "llama_mot", "checkpoint": checkpoint}
     on_main(lambda: write_adapter(folder, weights, description), process)
 
 
@@ -331,8 +333,7 @@ def train(config: Config, process: Process, ds: dict):
         )
 
     # model and data
-    hub.fetch(config.model, process, weights=not config.world)
-    hub.fetch(config.musicgen, process, weights=not config.world)
+    config = hub.pin(config, process)
     with memory.unallocated(config):
         model = build_model(config, ds)
     tokenizer = Tokenizer(config.model)

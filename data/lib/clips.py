@@ -69,6 +69,7 @@ class Options:
     captions: Path | None = None  # legacy-npy: CSV with the captions
     text_column: str | None = None  # csv, hf: column with the text
     musiccaps_split: str = "balanced"
+    revision: str | None = None  # hf: of a dataset on the hub
 
 
 # ---------------------------------------------------------------- files

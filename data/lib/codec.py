@@ -46,21 +46,17 @@ class Codec:
 # ---------------------------------------------------------------- weights
 
 
-def find_weights(weights: str) -> Path:
+def find_weights(weights: str, revision: str | None = None) -> Path:
     """The local file or folder for --codec-weights, which is a path or a hub id (cached or downloaded)."""
     path = Path(weights).expanduser()
     if path.exists():
         return path
-    from huggingface_hub import snapshot_download
+    from lib.hub import fetch
 
     try:
-        return Path(snapshot_download(weights, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"--codec-weights {weights} is neither a local path nor a reachable hub id "
-            f"({type(error).__name__}: {reason})"
-        ) from None
+        return fetch(weights, revision)
+    except UserError as error:
+        raise UserError(f"--codec-weights {error}") from None
 
 
 def weight_files(path: Path) -> list[Path]:

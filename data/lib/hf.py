@@ -6,10 +6,12 @@ from pathlib import Path
 
 from lib.clips import ID_NAMES, TEXT_NAMES, Clip, Options, as_text, as_texts, as_weight
 from lib.errors import UserError
+from lib.hub import explain
 
 
 def read_hf(source: Path, options: Options) -> Iterator[Clip]:
     """A dataset on disk (save_to_disk or parquet) or a hub id, with a column of audio or of audio_codes."""
+    source = Path(f"{source}@{options.revision}") if options.revision else source
     for split, data in open_hf(str(source)).items():
         names = data.column_names
         text = options.text_column or next((name for name in (*TEXT_NAMES, "texts") if name in names), None)
@@ -37,15 +39,19 @@ def read_hf(source: Path, options: Options) -> Iterator[Clip]:
 
 @functools.cache
 def open_hf(source: str) -> dict:
-    """split -> Dataset; audio is left undecoded, because we decode it ourselves."""
+    """split -> Dataset; audio is left undecoded, because we decode it ourselves. `source`: a path, or a hub id, which
+    may end with @revision."""
     import datasets
 
+    name, _, revision = (source, "", "") if Path(source).exists() else source.partition("@")
     try:
-        if any((Path(source) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if any((Path(source) / file).is_file() for file in ("state.json", "dataset_dict.json")):
             data = datasets.load_from_disk(source)
         else:
-            data = datasets.load_dataset(source)
+            data = datasets.load_dataset(name, revision=revision or None)
     except Exception as error:
+        if not Path(source).exists():
+            raise UserError(f"--source {explain(error, name, revision)}") from None
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"--source {source} cannot be opened as a dataset: {reason}") from None
     splits = data if isinstance(data, datasets.DatasetDict) else {"": data}

@@ -199,10 +199,14 @@ def read_jsonl(file: Path) -> Iterator[dict]:
 
 def open_dataset(folder: Path) -> dict:
     """dataset.json of a dataset that must exist."""
-    info = read_dataset_json(folder) if folder.is_dir() else None
-    if info is None:
-        raise UserError(f"{folder} is not a dataset (no dataset.json): make one with data/encode.py or data/pairs.py")
-    return info
+    try:
+        return json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(
+            f"{folder} is not a dataset (no dataset.json): make one with data/encode.py or data/pairs.py"
+        ) from None
+    except ValueError:
+        raise UserError(f"{folder}/dataset.json is damaged: make the dataset again") from None
 
 
 def read_dataset_json(folder: Path) -> dict | None:

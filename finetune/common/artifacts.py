@@ -43,6 +43,19 @@ def trained_flags(record: dict) -> dict:
     return record.get("config") or record.get("training_config") or {}
 
 
+def read_json(file: Path) -> dict:
+    """What a recipe wrote beside its weights; empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is damaged: it is not a JSON object; export the run again (./launch.sh convert).")
+    return content
+
+
 def build_config(config_class, flags: dict, **changes):
     """A recipe's config from recorded flags. Those that the recipe no longer has are ignored."""
     names = {item.name for item in dataclasses.fields(config_class)}

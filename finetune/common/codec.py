@@ -1,7 +1,7 @@
 """Which codec the codes came from: the dataset tells it to the run and the export, and speaking finds it again.
 
 An export holds it as codec.json: {"name", "place", "sample_rate", "hop", "sha256"}, where `place` is a path or a hub id
-and `sha256` the hash of the weights, as data/encode.py noted it.
+(then with its commit, "revision") and `sha256` the hash of the weights, as data/encode.py noted it.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+from common import hub
 from common.config import UserError
 from common.runtime import say
 
@@ -19,6 +20,8 @@ FILE = "codec.json"
 def codec_identity(info: dict) -> dict:
     """The codec of a token dataset, from its dataset.json."""
     named = {"name": info["codec"], "place": info.get("weights")}
+    if info.get("weights_revision"):
+        named["revision"] = info["weights_revision"]
     return named | {"sample_rate": info["sample_rate"], "hop": info["hop"], "sha256": info.get("weights_sha256")}
 
 
@@ -38,8 +41,8 @@ def recorded_codec(path: Path) -> dict:
 # ---- on this machine -------------------------------------------------------------------------------------------
 
 
-def local_codec(place: str | None, download: bool = False) -> Path | None:
-    """A codec's file or folder; None if it is not on this machine. `download`: ask the hub for what is not."""
+def local_codec(place: str | None, revision: str | None = None) -> Path | None:
+    """A codec's file or folder; None if it is not on this machine. `place`: a path, or a hub id in the cache."""
     path = Path(place or "").expanduser()
     if place and path.exists():
         return path
@@ -49,10 +52,16 @@ def local_codec(place: str | None, download: bool = False) -> Path | None:
 
     try:
         files = ["*.json", "*.safetensors"]
-        found = Path(snapshot_download(place, allow_patterns=files, local_files_only=not download))
-    except Exception:  # many kinds: no network, no such id, no access
+        found = Path(snapshot_download(place, revision=revision, allow_patterns=files, local_files_only=True))
+    except Exception:  # many kinds: it was never downloaded, or not whole
         return None
     return found if list(found.glob("*.safetensors")) else None
+
+
+def place_of_codec(info: dict) -> str | None:
+    """Where data/decode.py finds the codec of a dataset: here, or on the hub."""
+    path = local_codec(info.get("weights"), info.get("weights_revision"))
+    return str(path) if path else info.get("weights")
 
 
 def hash_weights(path: Path) -> str:
@@ -101,10 +110,14 @@ def find_codec(asked: str | None, recorded: dict) -> Path:
     place, digest = asked or recorded.get("place"), recorded.get("sha256")
     if not place:
         raise UserError("--codec is needed: the model does not name its codec.")
-    path = local_codec(place, download=True)
+    revision = None if asked else recorded.get("revision")
     which = f"{place}" + (f" (SHA-256 {digest[:12]})" if digest and not asked else "")
+    path = local_codec(place, revision)
     if path is None:
-        raise UserError(f"the codec {which} is neither on this machine nor on a hub that answers; give it as --codec.")
+        try:
+            path = hub.folder(place, "", revision or "")
+        except UserError as error:
+            raise UserError(f"the codec {which} is not on this machine; give it as --codec: {error}") from None
     if digest and hash_weights(path) != digest:
         if not asked:
             raise UserError(f"the codec {which} is no longer the one of the training data; give that one as --codec.")

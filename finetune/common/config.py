@@ -6,8 +6,10 @@ Precedence: default < the recipe's demo values (only if neither model nor data i
 import argparse
 import dataclasses
 import difflib
+import errno
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -21,6 +23,64 @@ EXIT_STOPPED = 75  # stopped early by a signal with everything saved: run the sa
 
 class UserError(Exception):
     """A user's mistake: one sentence naming the flag, file or sample, shown without a traceback."""
+
+
+def disk_error(error: OSError) -> str | None:
+    """A sentence about a file that cannot be read or written; None for an error of another kind."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or 'a file'} cannot be written: the disk is full; free some space and try again."
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename} cannot be read or written ({error.strerror}); check the path and its permissions."
+    return None
+
+
+# ---- the commands in infer/ -------------------------------------------------------------------------------------
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse with one sentence per mistake, without the list of all flags; a misspelt flag names the nearest."""
+
+    def error(self, message: str):
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        message = unknown_flag(unknown[1], self) if unknown else f"{message.rstrip('.')}; --help lists the flags."
+        self.exit(EXIT_USER_ERROR, f"error: {message}\n")
+
+
+def command_parser(doc: str) -> CommandParser:
+    return CommandParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+
+def between(kind: type, low: float, high: float = math.inf, *, above: bool = False):
+    """A type for argparse: a number from `low` to `high`, which refuses NaN and infinity. `above`: not `low` itself."""
+
+    def number(text: str):
+        value = kind(text)
+        if not low <= value <= high or (above and value == low) or value == math.inf:
+            bounds = f"above {low:g}" if above else f"{low:g} or more" if high == math.inf else f"{low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range: it takes {bounds}")
+        return value
+
+    number.__name__ = kind.__name__  # for argparse's own message about what is no number
+    return number
+
+
+def run_command(work, args) -> None:
+    """Runs work(args) and exits; a mistake is one sentence and exit code 2."""
+    try:
+        work(args)
+    except UserError as error:
+        sentence = str(error)
+    except OSError as error:
+        sentence = disk_error(error)
+        if not sentence:
+            raise
+    else:
+        return
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(EXIT_USER_ERROR)
+
+
+# ---- the flags of a recipe ---------------------------------------------------------------------------------------
 
 
 def flag(
@@ -254,9 +314,7 @@ def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict
 
 
 def build_parser(config_class, doc: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(doc)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     fields = flags_of(config_class)
     titles = dict.fromkeys(item.metadata["group"] for item in fields.values())
@@ -305,6 +363,8 @@ def _kind(item: dataclasses.Field) -> dict:
 
 
 def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
+    if not word.startswith("-"):
+        return f"{word!r} follows a flag that does not take it; --help lists the flags."
     name = word.split("=")[0]
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     nearest = difflib.get_close_matches(name, known, n=1)

@@ -1,63 +1,97 @@
-"""Models in the Hugging Face format, from a hub id or a local folder; a local path never uses the network."""
+"""Models in the Hugging Face format, from a hub id or a local folder; a local path never uses the network.
 
+data/fetch.py downloads, in a process of its own. Everything is then loaded from the folder that it names.
+"""
+
+import dataclasses
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.config import UserError
-from common.runtime import Process, any_rank
+from common.data_commands import DATA
+from common.runtime import Process, Stopped, any_rank, gather_lists, stop_requested
 
-# What from_pretrained may ask for; not the same weights in other formats, nor the authors' own in subfolders.
-FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
-_fetched = set()
+_folders = {}  # hub id -> the folder of the revision that this process uses
 
 
-def fetch(path: str, process: Process, revision: str | None = None, weights: bool = True) -> None:
-    """Downloads a hub id once per machine, so that all ranks then load it from disk: 64 ranks that each ask the hub for
-    every file are many requests, and may get two revisions. Does nothing for a folder. Every rank must call it.
+def folder(path: str, flag: str = "--model", revision: str = "") -> Path:
+    """The folder with a model's files. A hub id that `fetch` has not brought yet is downloaded now."""
+    if path not in _folders and not Path(path).is_dir():
+        fetch(path, None, revision, flag)
+    return _folders.get(path, Path(path))
 
-    `weights` False: only the small files, for a model on paper. A failure is no error here: loading will say what is
-    wrong.
+
+def fetch(path: str, process: Process | None, revision: str = "", flag: str = "--model", weights: bool = True) -> None:
+    """Downloads a hub id once per machine, so that all ranks then load the same revision from disk. Does nothing for a
+    folder. Every rank must call it; `process` None: there are no others.
+
+    `weights` False: only the small files, for a model on paper.
     """
-    if not path or _is_path(path) or process.world == 1:
+    if not path or Path(path).is_dir():
+        if revision:
+            raise UserError(f"--revision {revision} is for a model on the hub: {flag} {path} is a local folder.")
         return
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        job = pool.submit(_download, path, revision, weights) if process.local_rank == 0 else None
-        while any_rank(job is not None and not job.done(), process):  # a sign of life for --hang-timeout
-            time.sleep(0.2)
-    if not any_rank(job is not None and job.exception() is not None, process):
-        _fetched.add(path)
+    if Path(path).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        raise UserError(
+            f"{flag} {path} is neither a folder in the Hugging Face format nor a hub id (owner/name).".strip()
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch, "result.json")
+        words = [path, "--revision", revision or "", "--result", result] + ([] if weights else ["--no-weights"])
+        command, child = [sys.executable, DATA / "fetch.py", *words], None
+        if process is None:
+            subprocess.run(command, check=False)
+        else:
+            child = subprocess.Popen(command) if process.local_rank == 0 else None
+            while any_rank(child is not None and child.poll() is None, process):  # a sign of life for --hang-timeout
+                if child and stop_requested():
+                    child.terminate()
+                time.sleep(0.2)
+            if any_rank(stop_requested(), process):
+                raise Stopped
+        # Ranks of another machine may have another cache.
+        mine = [(socket.gethostname(), _read(result))] if process is None or child else []
+        found = mine if process is None else gather_lists(mine, process)
+    problem = next((outcome["problem"] for _, outcome in found if "problem" in outcome), None)
+    if problem:
+        raise UserError(f"{flag} {problem}".strip())
+    if len({Path(outcome["folder"]).name for _, outcome in found}) > 1:
+        raise UserError(f"{flag} {path} has just changed on the hub: start again, or name a commit with --revision.")
+    _folders[path] = Path(dict(found)[socket.gethostname()]["folder"])
 
 
-def _download(path: str, revision: str | None, weights: bool) -> None:
-    from huggingface_hub import snapshot_download
-
-    ignored = ["*/*"] + ([] if weights else ["*.safetensors"])
-    snapshot_download(path, revision=revision or None, allow_patterns=FILES, ignore_patterns=ignored)
-
-
-def _is_path(path: str) -> bool:
-    """Whether this means a place on the disk, not a hub id."""
-    return Path(path).exists() or path.startswith((".", "/"))
+def _read(result: Path) -> dict:
+    try:
+        return json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {"problem": "was not downloaded: data/fetch.py failed, see its message above."}
 
 
-def is_local(path: str) -> bool:
-    """Whether a model is loaded without the network: from a folder, or from the cache that `fetch` filled."""
-    return path in _fetched or Path(path).is_dir()
+def pin(config, process: Process):
+    """Downloads the models of a config, and returns the config with their commits as revisions, so that resuming or
+    repeating the run cannot silently train on other weights.
+
+    The field `revision` is that of `model`, `x_revision` that of `x`. Every rank must call it.
+    """
+    commits = {}
+    for revision in (item.name for item in dataclasses.fields(config) if item.name.endswith("revision")):
+        name = revision.removesuffix("_revision") if revision != "revision" else "model"
+        path = getattr(config, name)
+        fetch(path, process, getattr(config, revision), f"--{name.replace('_', '-')}", weights=not config.world)
+        commits[revision] = _folders[path].name if path in _folders else ""
+    return dataclasses.replace(config, **commits)
 
 
 def find_file(path: str, name: str, revision: str = "") -> Path | None:
     """A file in a folder or in a hub repository; None if there is none."""
-    if Path(path).is_dir():
-        return Path(path, name) if Path(path, name).is_file() else None
-    from transformers.utils import cached_file
-
-    options = {"revision": revision or None, "local_files_only": is_local(path)}
-    try:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
-    except (OSError, ValueError):
-        return None  # loading the model reports why
-    return Path(file) if file else None
+    file = folder(path, revision=revision) / name
+    return file if file.is_file() else None
 
 
 def load_pretrained(model_class, config_class, path: str, dtype, revision: str | None = None, **options):
@@ -66,11 +100,9 @@ def load_pretrained(model_class, config_class, path: str, dtype, revision: str |
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    local = is_local(path)
-    if not local and _is_path(path):
-        raise UserError(f"--model {path} is not a folder in the Hugging Face format.")
+    place = folder(path, revision=revision or "")
     try:
-        config = config_class.from_pretrained(path, local_files_only=local, revision=revision)
+        config = config_class.from_pretrained(place, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path}: no usable config.json ({str(error).splitlines()[0]})") from None
     if config.model_type != config_class.model_type:
@@ -83,10 +115,9 @@ def load_pretrained(model_class, config_class, path: str, dtype, revision: str |
         return model
     try:
         model, info = model_class.from_pretrained(
-            path,
+            place,
             dtype=dtype,
-            local_files_only=local,
-            revision=revision,
+            local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
             **options,

@@ -1,5 +1,6 @@
 """LoRA on explicitly named modules, where a group that matches too few is an error; quantised bases; the bare model."""
 
+import json
 import re
 from pathlib import Path
 
@@ -81,6 +82,36 @@ def quantization_config(bits: str, dtype, keep: list[str]):
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=keep
     )
+
+
+def read_adapter(folder: Path) -> dict:
+    """The adapter_config.json of a PEFT adapter."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(f"--adapter {folder} holds no readable adapter_config.json: name an export folder.") from None
+    if not isinstance(config, dict) or not config.get("base_model_name_or_path"):
+        raise UserError(f"--adapter {folder}: adapter_config.json names no base model; export the run again.")
+    return config
+
+
+def load_lora(model, folder: Path):
+    """The model with a PEFT adapter from disk."""
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():  # PEFT would ask the hub for it
+        raise UserError(f"--adapter {folder} has no {file.name}: export the run again (./launch.sh convert).")
+    try:
+        return PeftModel.from_pretrained(model, str(folder))
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged ({error}): export the run again (./launch.sh convert).") from None
+    except (ValueError, RuntimeError, KeyError) as error:  # other names, other sizes
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(
+            f"--adapter {folder} does not fit this base model; was it trained on another? ({reason})"
+        ) from None
 
 
 def write_adapter(model, weights: dict, folder: Path, base: str, files: dict, revision: str | None = None) -> None:

@@ -1,6 +1,7 @@
 """This process among the ranks: device, printing, signals, small collectives, exit. Imports torch only where needed."""
 
 import contextlib
+import errno
 import faulthandler
 import os
 import re
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from common.config import EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from common.config import EXIT_STOPPED, EXIT_USER_ERROR, UserError, disk_error
 
 DEFAULT_PORT = "29500"
 
@@ -149,6 +150,11 @@ def run_main(main, config, *more) -> None:
         if first or not stop_requested():
             _print(f"error: {error}", sys.stderr)
         code = EXIT_USER_ERROR
+    except OSError as error:
+        # A file that should be there but is not may also be our own mistake.
+        sentence = None if error.errno in (errno.ENOENT, errno.EEXIST) else disk_error(error)
+        _print(f"error: {sentence}" if sentence else traceback.format_exc(), sys.stderr)
+        code = EXIT_USER_ERROR if sentence else 1
     except BaseException:
         _print(traceback.format_exc(), sys.stderr)
         code = 1

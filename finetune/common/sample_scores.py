@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.codec import place_of_codec
 from common.config import RunConfig, UserError, flag
 from common.runtime import on_main, on_main_for_long, say
 
@@ -129,7 +130,7 @@ class SampleScores:
             return
         command = [sys.executable, WATCHER, run.folder, *measures_of(config), "--names", *names]
         command += [word for name in references for word in ("--references", f"samples/{name}")]
-        codec = clips.tokens.info["weights"]
+        codec = place_of_codec(clips.tokens.info)
         command += ["--codec-weights", codec] if codec else []
         on_main_for_long(lambda tick: self._start(command, tick), run.process)  # its models may take minutes to load
         run.at_end.append(self.close)

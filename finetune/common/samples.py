@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.codec import place_of_codec
 from common.runtime import Process, any_rank
 from common.sample_scores import NICE, asked
 
@@ -60,7 +61,7 @@ def make_and_decode(
 
 def codec_of(clips) -> str | None:
     """The codec to decode samples with; None if data/watch.py decodes them."""
-    return None if asked(clips.config) else clips.tokens.info["weights"]
+    return None if asked(clips.config) else place_of_codec(clips.tokens.info)
 
 
 def write_recorded(clips, prompts: list[dict], folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 
 import torch
 
+from common import hub
 from common.runtime import forbid_codec_imports
 
 # Differences are relative to the size of the outputs. In fp32 only the order of sums differs, which is about 1e-6 here
@@ -109,7 +110,9 @@ def mot(folder: Path, flags: dict, inputs: dict) -> Iterator[tuple[str, torch.Te
     from models.mot.evaluate import probe_outputs
     from models.mot.weights import load_adapter, read_description
 
-    base, quantize = read_description(folder)["base_model_name_or_path"], flags.get("quantize", "none")
+    description, quantize = read_description(folder), flags.get("quantize", "none")
+    base = description["base_model_name_or_path"]
+    hub.fetch(base, None, description.get("revision") or "")
     quantization = quantization_config(quantize, torch.float32, ["lm_head"])
     model, _ = load_adapter(folder, None, torch.float32, load_llama(base, torch.float32, quantization=quantization))
     yield "adapter", probe_outputs(model, inputs)
@@ -228,6 +231,8 @@ def check(folder: Path, probe: Path) -> dict:
     inputs = load_file(probe)
     engine, codes, code_count = (inputs.pop(name, None) for name in ("outputs", "codes", "code_count"))
     recipe, flags = read_facts(folder)
+    if flags.get("revision"):
+        hub.fetch(flags["model"], None, flags["revision"])
     with torch.no_grad():
         made = dict(RECIPES[recipe](folder, flags, inputs))
     return judge(engine, made, flags, codes, 0 if code_count is None else int(code_count))

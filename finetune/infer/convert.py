@@ -11,7 +11,6 @@ tells; flags of diffusion_buffer.py say the others.
 other formats.
 """
 
-import argparse
 import importlib
 import json
 import math
@@ -20,14 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError, parse_words, unknown_flag
+from common.config import UserError, command_parser, parse_words, run_command, unknown_flag
 from common.runtime import forbid_codec_imports
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="run folder of any recipe")
     what.add_argument("--model", type=Path, help="Lightning file of the official Diffusion Buffer code")
@@ -70,7 +67,7 @@ def convert(args) -> None:
     entry = choose(args.run, args.step)
     import torch
 
-    from common import checkpoint, engine
+    from common import checkpoint, engine, hub
     from common.artifacts import build_config
     from common.runs import chosen_facts
     from common.runtime import Process
@@ -78,6 +75,7 @@ def convert(args) -> None:
 
     recipe, record = importlib.import_module(name), json.loads((args.run / "config.json").read_text(encoding="utf-8"))
     config, process = build_config(recipe.Config, record["config"]), Process(0, 1, torch.device("cpu"))
+    config = hub.pin(config, process)
     print(f"exporting step {entry['step']} of {args.run}", flush=True)
     facts = chosen_facts(entry["step"], entry["score"], config)
     if args.step != "best":
@@ -158,11 +156,7 @@ def fill(network, weights: dict, path: Path) -> None:
 
 def main() -> None:
     forbid_codec_imports()
-    try:
-        convert(parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_command(convert, parse_args())
 
 
 if __name__ == "__main__":

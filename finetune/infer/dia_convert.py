@@ -7,19 +7,16 @@
 ./launch.sh convert takes the same arguments. Checkpoints of a run are exported by convert.py.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.config import UserError, command_parser, run_command
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     native = verbs.add_parser("native", help="import the native .pth or .safetensors")
     native.add_argument("file", type=Path)
@@ -27,6 +24,7 @@ def parse_args():
     stereo = verbs.add_parser("stereo", help="widen a mono model; with left = right it computes the same as before")
     stereo.add_argument("model", help="folder or hub id")
     stereo.add_argument("out", type=Path)
+    stereo.add_argument("--revision", default="", help="revision of the model on the hub; default: the newest")
     average = verbs.add_parser("average", help="average checkpoints of dia_full or model folders")
     average.add_argument("out", type=Path)
     average.add_argument("sources", type=Path, nargs="+")
@@ -38,6 +36,7 @@ def convert(args) -> None:
         raise UserError(f"{args.out} exists already.")
     import torch
 
+    from common import hub
     from models.dia import weights as dia_weights
 
     if args.verb == "native":
@@ -45,6 +44,7 @@ def convert(args) -> None:
     elif args.verb == "average":
         dia_weights.average(args.sources, args.out)
     else:
+        hub.fetch(args.model, None, args.revision)
         model = dia_weights.load_dia(args.model, torch.float32)
         channels = model.config.decoder_config.num_channels
         dia_weights.widen(model, {"zero_optimization": {"stage": 0}})
@@ -54,11 +54,7 @@ def convert(args) -> None:
 
 
 def main() -> None:
-    try:
-        convert(parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_command(convert, parse_args())
 
 
 if __name__ == "__main__":

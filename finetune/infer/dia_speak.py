@@ -9,8 +9,6 @@
 ./launch.sh speak --run runs/my-voice does the same and finds the export by itself.
 """
 
-import argparse
-import json
 import math
 import sys
 import tempfile
@@ -18,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.config import UserError, between, command_parser, run_command
 from common.data_commands import require_folder_of
 from models.dia.flags import GUIDANCE, TEMPERATURE, TOP_K, TOP_P
 
@@ -26,11 +24,14 @@ PAUSE = 0.2  # seconds of silence between the parts of a long text
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--adapter", help="folder that dia_lora.py exported")
     parser.add_argument("--model", help="model folder or hub id; default: the base model of the adapter")
+    parser.add_argument(
+        "--revision",
+        default="",
+        help="revision of the base on the hub; default: the adapter's, or the newest",
+    )
     parser.add_argument("--text", help="text to speak; a long one is split at the ends of sentences")
     parser.add_argument("--text-file", type=Path, help="file with the text, instead of --text")
     parser.add_argument("--voice", type=Path, help="recording whose voice speaks, best of 5 to 10 s")
@@ -38,45 +39,55 @@ def parse_args():
     parser.add_argument("--wav", type=Path, help="audio file to write")
     parser.add_argument("--codec", help="DAC codec: hub id, folder or .pth file; default: that of the training data")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="longest output per part of the text (default: %(default)s)"
+        "--seconds",
+        type=between(float, 0, above=True),
+        default=20.0,
+        help="longest output per part of the text (default: %(default)s)",
     )
     parser.add_argument("--greedy", action="store_true", help="take the most likely codes instead of sampling")
-    parser.add_argument("--temperature", type=float, default=TEMPERATURE, help="at least 1 (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=TOP_P, help="nucleus sampling (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=TOP_K, help="sample from the k most likely (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=between(float, 1), default=TEMPERATURE, help="at least 1 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-p", type=between(float, 0, 1, above=True), default=TOP_P, help="nucleus sampling (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-k", type=between(int, 1), default=TOP_K, help="sample from the k most likely (default: %(default)s)"
+    )
     parser.add_argument(
         "--guidance",
-        type=float,
+        type=between(float, 1),
         default=GUIDANCE,
         help="classifier-free guidance scale; 1 = off (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=between(int, 0, 2**63 - 1), default=0, help="seed of the sampling (default: %(default)s)"
+    )
     parser.add_argument("--merge", type=Path, help="write base + adapter as one model folder instead of speaking")
     return parser.parse_args()
 
 
 def load_trained(args, dtype):
     """The model, with its adapter if there is one; its base; the tag map and flags it was trained with."""
-    from peft import PeftModel
-
+    from common import hub, lora
+    from common.artifacts import read_json
     from models.dia.layout import read_tag_map
     from models.dia.weights import load_dia, needs_widening, widen
 
     base, folder = args.model, Path(args.adapter or args.model)
     if args.adapter:
-        try:
-            adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(f"--adapter {folder} holds no readable adapter_config.json.") from None
+        adapter = lora.read_adapter(folder)
+        args.revision = args.revision or ("" if base else adapter.get("revision") or "")
         base = base or adapter["base_model_name_or_path"]
     tags, training = folder / "tag_map.json", folder / "training_config.json"
     tag_map = read_tag_map(str(tags) if tags.exists() else "")
-    flags = json.loads(training.read_text(encoding="utf-8")) if training.exists() else {}
+    flags = read_json(training)
+    hub.fetch(base, None, args.revision)
     model = load_dia(base, dtype)
     if needs_widening(base, flags.get("channels", 0)):
         widen(model, {"zero_optimization": {"stage": 0}})
     if args.adapter:
-        model = PeftModel.from_pretrained(model, str(folder))
+        model = lora.load_lora(model, folder)
     return model.eval(), base, tag_map, flags
 
 
@@ -102,12 +113,6 @@ def merge(args) -> None:
 
 def say_text(args) -> None:
     require_folder_of(args.wav)
-    if args.temperature < 1:
-        raise UserError(f"--temperature {args.temperature:g} must be 1 or above: transformers samples Dia no lower.")
-    if args.guidance < 1:
-        raise UserError(f"--guidance {args.guidance:g} must be 1 (off) or above.")
-    if not args.seconds > 0:
-        raise UserError(f"--seconds {args.seconds:g} must be above 0.")
     if bool(args.voice) != bool(args.voice_text):
         raise UserError("--voice and --voice-text go together: the model needs the transcript of the recording.")
     import numpy as np
@@ -198,22 +203,19 @@ def codec_frame_rate(codec: Path) -> float:
         raise UserError(f"--codec {codec} is no DAC that can be read ({type(error).__name__}).") from None
 
 
+def speak_or_merge(args) -> None:
+    if not args.adapter and not args.model:
+        raise UserError("give --adapter (from dia_lora.py) or --model (from dia_full.py).")
+    if args.merge:
+        merge(args)
+    elif bool((args.text or "").strip()) != bool(args.text_file) and args.wav:
+        say_text(args)
+    else:
+        raise UserError("give --text and --wav to speak (--text-file for a file), or --merge to write a model folder.")
+
+
 def main() -> None:
-    args = parse_args()
-    try:
-        if not args.adapter and not args.model:
-            raise UserError("give --adapter (from dia_lora.py) or --model (from dia_full.py).")
-        if args.merge:
-            merge(args)
-        elif bool(args.text) != bool(args.text_file) and args.wav:
-            say_text(args)
-        else:
-            raise UserError(
-                "give --text and --wav to speak (--text-file for a file), or --merge to write a model folder."
-            )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_command(speak_or_merge, parse_args())
 
 
 if __name__ == "__main__":

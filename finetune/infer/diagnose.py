@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import build_config, find_recipe, read_record, trained_flags
-from common.config import UserError, parse_words
+from common.config import UserError, command_parser, parse_words
 from common.config import check as check_flags
 from common.runtime import forbid_codec_imports, run_main
 from common.scorer import Scorer
@@ -26,9 +26,7 @@ RECIPES = ("cmgan", "diffusion_buffer")
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--run", type=Path, help="run folder")
     what.add_argument("--model", type=Path, help="export folder, checkpoint folder or file of weights")

@@ -24,6 +24,7 @@ SCRIPTS = {
     "enhance": {"cmgan": "enhance.py", "diffusion_buffer": "enhance.py"},
     "diagnose": {"cmgan": "diagnose.py", "diffusion_buffer": "diagnose.py"},
 }
+VERBS = (*SCRIPTS, "convert", "report", "inspect")
 RECIPES = sorted({recipe for scripts in SCRIPTS.values() for recipe in scripts})
 DIA_FORMATS = ("native", "stereo", "average")  # other verbs of convert, which make a Dia model folder
 
@@ -108,7 +109,9 @@ def script_arguments(verb: str, given: argparse.Namespace, rest: list[str]) -> l
 
 def main() -> None:
     try:
-        verb, *argv = sys.argv[1:]
+        verb, *argv = sys.argv[1:] or [""]
+        if verb not in VERBS:
+            raise UserError(f"write one of {', '.join(VERBS)}, then its flags.")
         script, *arguments = command_for(verb, argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -10,14 +10,13 @@ Every one is written as .wav, at its own sample rate, under the same name below 
 what is above is cut, or with --high-band keep left as it is, noise included.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import find_recipe
-from common.config import EXIT_USER_ERROR, UserError, parse_words, unknown_flag
+from common.config import UserError, command_parser, parse_words, run_command, unknown_flag
 
 # Flags that only one kind of model has, and their defaults.
 OPTIONS = {
@@ -28,9 +27,7 @@ LOWEST = {"window_seconds": 2, "delay": 0, "temperature": 0}
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="run folder, whose export is used")
     what.add_argument("--model", type=Path, help="export folder, checkpoint folder or file of weights")
@@ -103,12 +100,7 @@ def enhance(args) -> None:
 
 
 def main() -> None:
-    args = parse_args()
-    try:
-        enhance(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_command(enhance, parse_args())
 
 
 if __name__ == "__main__":

@@ -9,28 +9,29 @@
 --model instead of --adapter takes a whole model: the export of a full preset, a merged folder, or the base.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.artifacts import read_json
+from common.config import UserError, between, command_parser, run_command
 from common.data_commands import require_folder_of
 
 FRAMES_PER_SECOND = 25  # of the Higgs codec
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add = parser.add_argument
     add("--adapter", help="folder that higgs_clone.py exported with a LoRA preset")
     add("--model", help="whole model: hub id or folder; with --adapter: base to use instead of the one it names")
-    add("--revision", default="", help="revision of the base on the hub; empty = the adapter's, or the newest")
+    add(
+        "--revision",
+        default="",
+        help="revision of the base on the hub; default: the adapter's, or the newest",
+    )
     add(
         "--ref",
         "--voice",
@@ -52,9 +53,11 @@ def parse_args():
     add("--scene", help="description of the recording scene (default: a quiet room)")
     add("--wav", help="output file")
     add("--codec", help="codec: hub id or folder (default: that of the training data)")
-    add("--seconds", type=float, default=20.0, help="maximum length of the output (default: %(default)s)")
+    add(
+        "--seconds", type=between(float, 0.04), default=20.0, help="maximum length of the output (default: %(default)s)"
+    )
     add("--greedy", action="store_true", help="greedy decoding instead of random sampling")
-    add("--seed", type=int, default=0, help="seed of the random sampling (default: %(default)s)")
+    add("--seed", type=between(int, 0, 2**63 - 1), default=0, help="seed of the random sampling (default: %(default)s)")
     add(
         "--merge",
         metavar="FOLDER",
@@ -66,30 +69,26 @@ def parse_args():
 
 def load_tuned(adapter: str | None, base: str | None, revision: str, dtype):
     """The model, with its adapter if there is one; its base, the base's revision, and how prompts are made."""
+    from common import hub, lora
     from models.higgs.weights import load_higgs
 
     adapter_config = {}
     if adapter:
-        try:
-            adapter_config = json.loads(Path(adapter, "adapter_config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(f"--adapter {adapter} has no readable adapter_config.json.") from None
+        adapter_config = lora.read_adapter(Path(adapter))
     elif not base:
         raise UserError("give --adapter or --model.")
     source = base or adapter_config["base_model_name_or_path"]
     revision = revision or ("" if base else adapter_config.get("revision") or "")
+    hub.fetch(source, None, revision)
     model = load_higgs(source, revision, dtype)
     if adapter:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, adapter)
+        model = lora.load_lora(model, Path(adapter))
     return model.eval(), source, revision, prompt_settings(adapter or base)
 
 
 def prompt_settings(folder: str | None) -> dict:
     """How the training made its prompts; the recipe's defaults for a model that it did not train."""
-    file = Path(folder or "", "training_config.json")
-    training = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    training = read_json(Path(folder or "", "training_config.json"))
     return {"normalise_text": training.get("normalise_text", True), "voices_in": training.get("voices_in", "turns")}
 
 
@@ -155,18 +154,17 @@ def say_text(args) -> None:
     print(f"{len(spoken.codes) / FRAMES_PER_SECOND:.2f} s in {args.wav}{'' if spoken.ended else ' (cut at --seconds)'}")
 
 
+def speak_or_merge(args) -> None:
+    if args.merge:
+        merge(args)
+    elif (args.text or "").strip() and args.wav:
+        say_text(args)
+    else:
+        raise UserError("give --text and --wav to speak, or --merge to write a model folder.")
+
+
 def main() -> None:
-    args = parse_args()
-    try:
-        if args.merge:
-            merge(args)
-        elif args.text and args.wav:
-            say_text(args)
-        else:
-            raise UserError("give --text and --wav to speak, or --merge to write a model folder.")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_command(speak_or_merge, parse_args())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ All other flags are the recipe's, such as --text-dropout 0. A run and an exporte
 trained with; flags given here win.
 """
 
-import argparse
 import dataclasses
 import importlib
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import build_config, read_record, trained_flags
-from common.config import NOT_REPEATED, UserError, build_parser, check, read_config_file, unknown_flag
+from common.config import NOT_REPEATED, UserError, build_parser, check, command_parser, read_config_file, unknown_flag
 from common.runtime import forbid_codec_imports, run_main, say
 
 # Recipe -> the package in models/ that shows its clips; the demo's assets, and where in them are what.
@@ -36,9 +35,7 @@ ENHANCERS = ("cmgan", "diffusion_buffer")
 
 def parse_args(argv: list[str] | None = None):
     """The flags of this command, and in `rest` those of the recipe."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--recipe", choices=RECIPES, help="not needed with --run, or for an exported --model")
     parser.add_argument("--run", type=Path, help="run folder: its flags, its data, and its export for predictions")
     parser.add_argument("--data", help="training data; default: the run's, or the embedded demo's")
@@ -148,7 +145,7 @@ def inspect(args) -> list:
     import numpy as np
     import torch
 
-    from common import inspection, single_process
+    from common import hub, inspection, single_process
     from common.pairs import PairDataset
     from common.runtime import Process
     from common.tokens import TokenDataset
@@ -171,6 +168,9 @@ def inspect(args) -> list:
             config = dataclasses.replace(
                 config, world=1, **({"quantize": "none"} if hasattr(config, "quantize") else {})
             )
+    if Path(config.model).is_dir() and hasattr(config, "revision"):  # a run's export, not the base on the hub
+        config = dataclasses.replace(config, revision="")
+    config = hub.pin(config, process)
     sections = package.sections(recipe, config, load, single_process.DS, args.clip, args.epoch, process)
     print(inspection.to_text(sections))
     if args.html:

@@ -5,36 +5,32 @@
 Then train with --model my-llama. The whole model must fit in memory.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.config import UserError, command_parser, run_command
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path, help="folder with params.json and consolidated.*.pth")
     parser.add_argument("out", type=Path, help="folder to write")
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse_args()
-    try:
-        if args.out.exists():
-            raise UserError(f"{args.out} exists already.")
-        from models.mot.meta import convert
+def convert(args) -> None:
+    if args.out.exists():
+        raise UserError(f"{args.out} exists already.")
+    from models.mot import meta
 
-        convert(args.folder, args.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    meta.convert(args.folder, args.out)
     print(f"model in {args.out}")
+
+
+def main() -> None:
+    run_command(convert, parse_args())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python finetune/infer/mot_generate.py --adapter runs/my-music/export --caption "
 python finetune/infer/mot_generate.py --adapter runs/my-music/export --merge-tables my-music-tables
 """
 
-import argparse
 import hashlib
 import json
 import subprocess
@@ -15,34 +14,52 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.config import UserError, between, command_parser, run_command
 from common.data_commands import require_folder_of
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--adapter", required=True, help="folder that llama_mot.py exported")
     parser.add_argument("--model", help="Llama: hub id or local folder; default: the one in the adapter's config")
+    parser.add_argument(
+        "--revision", default="", help="revision of Llama on the hub; default: the adapter's, or the newest"
+    )
     parser.add_argument("--caption", help="text prompt: what the music is like")
     parser.add_argument("--wav", help="output file; codes (.npy) and settings (.json) are written next to it")
     parser.add_argument("--codec", help="EnCodec: hub id or local folder; default: the one of the training data")
     parser.add_argument("--continue", dest="start", metavar="NPY", help="continue these codes (frames, codebooks)")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="maximum length of the new music (default: %(default)s)"
+        "--seconds",
+        type=between(float, 0, above=True),
+        default=10.0,
+        help="maximum length of the new music (default: %(default)s)",
     )
     parser.add_argument(
-        "--min-seconds", type=float, default=0.0, help="minimum length of the new music (default: %(default)s)"
+        "--min-seconds",
+        type=between(float, 0),
+        default=0.0,
+        help="minimum length of the new music (default: %(default)s)",
     )
     parser.add_argument(
-        "--temperature", type=float, nargs="+", default=[1.0], help="one value, or one per codebook; 0 = greedy"
+        "--temperature",
+        type=between(float, 0),
+        nargs="+",
+        default=[1.0],
+        help="one value, or one per codebook; 0 = greedy",
     )
-    parser.add_argument("--top-k", type=int, default=250, help="top-k sampling; 0 = all codes (default: %(default)s)")
     parser.add_argument(
-        "--guidance", type=float, default=3.0, help="classifier-free guidance scale; 1 = off (default: %(default)s)"
+        "--top-k", type=between(int, 0), default=250, help="top-k sampling; 0 = all codes (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="sampling seed (default: %(default)s)")
+    parser.add_argument(
+        "--guidance",
+        type=between(float, 0),
+        default=3.0,
+        help="classifier-free guidance scale; 1 = off (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=between(int, 0, 2**63 - 1), default=0, help="sampling seed (default: %(default)s)"
+    )
     parser.add_argument(
         "--merge-tables",
         metavar="DIR",
@@ -64,7 +81,9 @@ def make_music(args) -> None:
     from models.mot.weights import load_adapter
 
     require_folder_of(Path(args.wav))
-    model, description = load_adapter(Path(args.adapter), args.model, inference_dtype())
+    if args.min_seconds > args.seconds:
+        raise UserError(f"--min-seconds {args.min_seconds:g} is more than --seconds {args.seconds:g}.")
+    model, description = load_adapter(Path(args.adapter), args.model, inference_dtype(), revision=args.revision)
     layout, codec = model.layout, description["codec"]
     if args.guidance != 1 and not description["training"]["text_dropout"]:
         raise UserError(
@@ -128,22 +147,21 @@ def merge(args) -> None:
     out = Path(args.merge_tables)
     if out.exists():
         raise UserError(f"--merge-tables {out} already exists.")
-    merge_tables(load_adapter(Path(args.adapter), args.model, torch.float32)[0], out)
+    merge_tables(load_adapter(Path(args.adapter), args.model, torch.float32, revision=args.revision)[0], out)
     print(f"Llama with music rows in {out}; generating music still needs the adapter")
 
 
+def generate_or_merge(args) -> None:
+    if args.merge_tables:
+        merge(args)
+    elif args.caption and args.wav:
+        make_music(args)
+    else:
+        raise UserError("give --caption and --wav to generate music, or --merge-tables.")
+
+
 def main() -> None:
-    args = parse_args()
-    try:
-        if args.merge_tables:
-            merge(args)
-        elif args.caption and args.wav:
-            make_music(args)
-        else:
-            raise UserError("give --caption and --wav to generate music, or --merge-tables.")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_command(generate_or_merge, parse_args())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The token comes from the environment only. The repository is private unless --pu
 would be uploaded into a folder instead.
 """
 
-import argparse
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import UserError
+from common.config import UserError, command_parser
 from common.report import exported_checkpoint, read_records
 from common.runtime import run_main
 
@@ -42,9 +41,7 @@ USE = {
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("repo", metavar="owner/name", help="repository on the hub; it is created if it does not exist")
     parser.add_argument("--base", default="", help="hub id of the base model, if the run used a local folder")

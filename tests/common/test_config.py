@@ -28,7 +28,7 @@ RUN_FLAGS = """
     --export-check --no-export-check --log-every --tracker
 """
 DIA_FLAGS = """
-    --attn --compile --no-compile --text-mode --tag-dropout --tag-limit --tag-map --allow-empty-text
+    --revision --attn --compile --no-compile --text-mode --tag-dropout --tag-limit --tag-map --allow-empty-text
     --no-allow-empty-text
     --over-long-text --max-seconds --over-long --text-dropout --qk-lr --voice-prompt --voice-prompt-seconds
     --channel-weights --eos-weight --min-eos-recall
@@ -63,7 +63,8 @@ FLAGS = {
         --greedy --no-greedy --sample-frames --codec-name {ALIASES}
     """,
     "llama_mot": f"""{RUN_FLAGS} --best-by --embedder
-        --deepspeed --no-deepspeed --attn --compile --no-compile --min-coverage --musicgen --experts --untie
+        --deepspeed --no-deepspeed --revision --attn --compile --no-compile --min-coverage --musicgen
+        --musicgen-revision --experts --untie
         --expert-gain --expert-gain-start
         --train-parts --quantize --codec-rows --no-codec-rows --adapter --ids --layout --profile --max-seq --max-text
         --max-audio --over-long-text

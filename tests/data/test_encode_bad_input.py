@@ -172,7 +172,7 @@ def test_codec_weights_that_do_not_exist(script, clip, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     clip(tmp_path / "in/a.wav")
     arguments = ("--codec", "dac", "--source", tmp_path / "in", "--out", tmp_path / "out")
-    refused(script("encode", *arguments, "--codec-weights", "no/such-codec"), "neither a local path")
+    refused(script("encode", *arguments, "--codec-weights", "no/such-codec"), "HF_HUB_OFFLINE forbids a download")
     refused(script("encode", *arguments), "--codec-weights is needed")
     (tmp_path / "empty").mkdir()
     refused(script("encode", *arguments, "--codec-weights", tmp_path / "empty"), "config.json")

@@ -8,9 +8,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLAGS = {
-    "encode": "codec codec-weights source format out prompts audio-root text-column captions musiccaps-split "
-    "strip-prefix missing-text stereo loudness min-seconds max-seconds max-reject workers shard merge",
-    "decode": "codec-weights tensorboard step",
+    "encode": "codec codec-weights codec-revision source format out prompts audio-root source-revision text-column "
+    "captions musiccaps-split strip-prefix missing-text stereo loudness min-seconds max-seconds max-reject "
+    "workers shard merge",
+    "decode": "codec-weights codec-revision tensorboard step",
+    "fetch": "revision no-weights result",
     "demo": "out model",
     "score": "references similarity wer dnsmos",
     "check": "listen codec-weights",

@@ -90,7 +90,7 @@ def test_codebooks_leave_little_of_the_latents(source):
     [
         (["--source", "nowhere"], "--source nowhere is not a folder"),
         (["--share", "1"], "--share must lie between 0 and 1"),
-        (["--steps", "0"], "--steps must be at least 1"),
+        (["--steps", "0"], "--steps: 0 is out of range: it takes 1 or more"),
         (["--decoder-width", "18"], "--decoder-width must be divisible by 4"),
         (["--held-out", "10"], "has 10 usable clips"),
     ],

@@ -13,6 +13,7 @@ GUIDANCE, TEMPERATURE, TOP_P, TOP_K = 3.0, 1.8, 0.9, 45
 
 @dataclass
 class DiaFlags(SpeechFlags):
+    revision: str = flag("", "branch, tag or commit of --model on the hub; empty = the newest", group="run")
     attn: attention.Attention = flag("auto", attention.HELP, group="run", may_change=True)
     compile: bool = flag(False, compiling.HELP, group="run", may_change=True)
     text_mode: Literal["speech", "tags"] = flag("speech", "texts are transcripts, or comma-separated tags (music)")

@@ -9,12 +9,13 @@ import deepspeed
 import torch
 from torch import nn
 
-from common import checkpoint, runs
+from common import checkpoint, hub, runs
+from common.artifacts import read_json
 from common.checkpoint import write_json
 from common.codec import FILE, recorded_codec, refuse_other_codec
 from common.config import UserError
 from common.ds_config import stage_of
-from common.hub import find_file, is_local, load_pretrained
+from common.hub import find_file, load_pretrained
 from common.runtime import Process, on_main, say
 from models.dia.layout import read_tag_map
 
@@ -65,12 +66,9 @@ def write_model(
 
 def copy_processor(source: str, folder: Path) -> None:
     """Copies the base's tokenizer and feature extractor, so that the folder needs no other."""
-    from transformers.utils import cached_file
-
     for name in PROCESSOR_FILES:
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if found:
-            (folder / name).write_bytes(Path(found).read_bytes())
+        if found := find_file(source, name):
+            (folder / name).write_bytes(found.read_bytes())
 
 
 def write_processor(folder: Path) -> None:
@@ -141,7 +139,7 @@ def needs_widening(path: str, channels: int) -> bool:
     if not channels:
         return False
     try:
-        own = DiaConfig.from_pretrained(path, local_files_only=is_local(path)).decoder_config.num_channels
+        own = DiaConfig.from_pretrained(hub.folder(path), local_files_only=True).decoder_config.num_channels
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path}: no usable config.json ({str(error).splitlines()[0]})") from None
     if channels not in (own, 2 * own):
@@ -280,7 +278,7 @@ def read_source(source: Path) -> tuple[str, int, dict[str, torch.Tensor], dict[s
     """Base model, --channels, trained fp32 weights (none for a model folder), tag map and flags of a source."""
     if (source / "config.json").is_file():
         tags, training = source / "tag_map.json", source / "training_config.json"
-        flags = json.loads(training.read_text(encoding="utf-8")) if training.is_file() else {}
+        flags = read_json(training)
         return str(source), 0, {}, read_tag_map(str(tags) if tags.is_file() else ""), flags
     if not (source / "manifest.json").is_file():
         raise UserError(f"{source} is neither a model folder (config.json) nor a checkpoint (manifest.json).")
@@ -288,6 +286,7 @@ def read_source(source: Path) -> tuple[str, int, dict[str, torch.Tensor], dict[s
     if config["recipe"] != "dia_full":
         raise UserError(f"{source} is a checkpoint of {config['recipe']}; dia_speak.py --merge is for adapters.")
     flags = config["config"]
+    hub.fetch(flags["model"], None, flags.get("revision", ""))
     tags = config["identity"]["fingerprint"]["tag_map"]
     return flags["model"], flags["channels"], checkpoint.masters(source), tags, flags
 

@@ -10,7 +10,7 @@ from common import runs
 from common.checkpoint import write_json
 from common.codec import FILE, recorded_codec, refuse_other_codec
 from common.config import UserError
-from common.hub import find_file, is_local, load_pretrained
+from common.hub import find_file, folder, load_pretrained
 from common.runtime import Process, on_main, say
 
 LAST_ORIGINAL = "10840182ca4ad5d9d9113b60b9bb3c1ef1ba3f84"
@@ -57,7 +57,7 @@ def load_tokenizer(path: str, revision: str):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision or None, local_files_only=is_local(path))
+        return AutoTokenizer.from_pretrained(folder(path, revision=revision), local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path} has no usable tokenizer ({str(error).splitlines()[0]}).") from None
 

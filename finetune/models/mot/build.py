@@ -11,10 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from common import hub
 from common.codec import hash_weights, local_codec
 from common.config import UserError
 from common.engine import gathered, shard
-from common.hub import is_local, load_pretrained, on_paper
+from common.hub import load_pretrained, on_paper
 from common.keyed_random import torch_seed
 from common.runtime import say
 from models.mot.layout import Layout
@@ -60,9 +61,7 @@ class Donor:
 
     def __init__(self, path: str):
         self.path = path
-        folder = Path(path)
-        if not folder.is_dir():
-            folder = _download(path)
+        folder = hub.folder(path, "--musicgen")
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -107,17 +106,6 @@ class Donor:
             if f"{self.prefix}{layer}.{name}" in self.where:
                 raise UserError(f"--musicgen {self.path} has a {name}, unlike MusicGen: it would be lost.")
         return block
-
-
-def _download(path: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        files = ["config.json"] + ([] if on_paper() else ["*.safetensors"])
-        return Path(snapshot_download(path, allow_patterns=files, local_files_only=is_local(path)))
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"--musicgen {path} is neither a folder nor a reachable hub id: {reason}") from None
 
 
 def layer_map(layers: int, donor_layers: int) -> tuple[int, ...]:

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import keyed_random
+from common import hub, keyed_random
 from common.config import UserError
 from common.holdout import rows_to_use
-from common.hub import is_local
 from common.loss import IGNORE
 from common.runtime import Process, say
 from common.text_lengths import count_tokens
@@ -35,9 +34,9 @@ class Tokenizer:
     SentencePiece."""
 
     def __init__(self, path: str):
-        folder = Path(path)
+        folder = hub.folder(path)
         self.source = path
-        only_model = folder.is_dir() and not (folder / "tokenizer.json").is_file()
+        only_model = not (folder / "tokenizer.json").is_file()
         if only_model and not (folder / "tokenizer.model").is_file():
             raise UserError(f"--model {path} has neither tokenizer.json nor tokenizer.model.")
         if only_model and not is_tiktoken(folder / "tokenizer.model"):
@@ -51,7 +50,7 @@ class Tokenizer:
             self.identity = lambda: repr(model.serialized_model_proto())
             self.piece = model.id_to_piece
         else:
-            model = read_tiktoken(folder / "tokenizer.model") if only_model else load_tokenizer(path)
+            model = read_tiktoken(folder / "tokenizer.model") if only_model else load_tokenizer(path, folder)
             self.encode_all = lambda texts: model(texts, add_special_tokens=False).input_ids
             self.bos, self.size = model.bos_token_id, len(model)
             self.piece = lambda number: model.decode([number])
@@ -69,11 +68,11 @@ class Tokenizer:
         return np.array([self.bos], dtype=np.int64)
 
 
-def load_tokenizer(path: str):
+def load_tokenizer(path: str, folder: Path):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=is_local(path))
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path}: no usable tokenizer ({str(error).splitlines()[0]})") from None
 

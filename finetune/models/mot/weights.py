@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common import runs
+from common import hub, runs
 from common.checkpoint import write_json
 from common.codec import FILE, codec_identity, refuse_other_codec
 from common.config import UserError
@@ -109,11 +109,19 @@ def read_description(folder: Path) -> dict:
     return description
 
 
-def load_adapter(folder: Path, base: str | None, dtype: torch.dtype, llama=None) -> tuple[MoTLlama, dict]:
-    """Llama with the adapter, and the adapter's description. A base that it was not trained on is refused."""
+def load_adapter(
+    folder: Path, base: str | None, dtype: torch.dtype, llama=None, revision: str = ""
+) -> tuple[MoTLlama, dict]:
+    """Llama with the adapter, and the adapter's description. A base that it was not trained on is refused.
+
+    `base`, `revision`: other ones than those of the training.
+    """
     description = read_description(folder)
+    revision = revision or ("" if base else description.get("revision") or "")
     base = base or description["base_model_name_or_path"]
-    llama = llama or load_llama(base, dtype)
+    if not llama:
+        hub.fetch(base, None, revision)
+        llama = load_llama(base, dtype)
     fingerprint = base_fingerprint(llama)
     if fingerprint != description["base_fingerprint"]:
         raise UserError(

@@ -1,0 +1,46 @@
+"""Download a model or a codec from the Hugging Face hub, for machines that have no network later.
+
+    python data/fetch.py nari-labs/Dia-1.6B-0626
+    python data/fetch.py nari-labs/Dia-1.6B-0626 --revision main
+
+Run it again after an interruption: it continues. The last line is the folder, which is named after the commit. All
+commands download what they need by themselves, so this one is never required.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from lib.errors import UserError, command_parser, run
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = command_parser(__doc__)
+    parser.add_argument("name", metavar="owner/name", help="model or codec on the hub")
+    parser.add_argument("--revision", default="", help="branch, tag or commit (default: the newest)")
+    parser.add_argument("--no-weights", action="store_true", help="only the small files, such as config.json")
+    parser.add_argument(
+        "--result", type=Path, metavar="FILE", help='for programs: write {"folder"} or {"problem"} here as JSON'
+    )
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+    from lib.hub import fetch
+
+    try:
+        folder = fetch(args.name, args.revision or None, weights=not args.no_weights)
+    except UserError as error:
+        if not args.result:
+            raise
+        args.result.write_text(json.dumps({"problem": str(error)}), encoding="utf-8")
+        return
+    if args.result:
+        args.result.write_text(json.dumps({"folder": str(folder)}), encoding="utf-8")
+    else:
+        print(folder)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -72,7 +72,7 @@ from common.holdout import check_holdout
 from common.loss import IGNORE, codebook_loss, loss_head
 from common.metrics import Meter, is_due
 from common.plan import Mix, Plan
-from common.report import write_report
+from common.report import say_result
 from common.runtime import Process, any_rank, init_process, run_main, say, stop_requested
 from common.sample_scores import SampleScores, best_score
 from common.tokens import open_tokens
@@ -376,7 +376,7 @@ def train(config: Config, process: Process, ds: dict):
     samples.wait_for(decoders, process)  # those of all ranks
     run.finish(steps)
     if process.is_main:
-        say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
+        say_result(run.folder, "model")
     return ds_engine
 
 

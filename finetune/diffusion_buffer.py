@@ -167,7 +167,7 @@ from common.keyed_random import torch_seed, uniform
 from common.metrics import Meter, is_due
 from common.pairs import open_pairs, split_pairs
 from common.plan import Plan
-from common.report import write_report
+from common.report import say_result
 from common.runtime import Process, any_rank, barrier, init_process, run_main, say, stop_requested
 from common.scorer import Scorer
 from models.diffusion_buffer import signal
@@ -468,7 +468,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
     if process.is_main:
-        say(f"model    {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
+        say_result(run.folder, "model")
     return ds_engine
 
 

@@ -128,7 +128,7 @@ from common.lora import base_model
 from common.loss import IGNORE, codebook_loss, loss_head
 from common.metrics import Meter, is_due
 from common.plan import Plan
-from common.report import write_report
+from common.report import say_result
 from common.runtime import Process, any_rank, init_process, run_main, say, stop_requested
 from common.tokens import open_tokens
 from models.higgs.data import VoiceClips
@@ -480,7 +480,7 @@ def train(config: Config, process: Process, ds: dict):
     samples.wait_for(decoders, process)  # those of all ranks
     run.finish(steps)
     if process.is_main:
-        say(f"export   {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
+        say_result(run.folder, "export")
     return ds_engine
 
 

@@ -141,7 +141,7 @@ from common.gradient_check import GradientCheck, refuse_state
 from common.holdout import check_holdout
 from common.metrics import Meter, is_due
 from common.plan import Plan
-from common.report import write_report
+from common.report import say_result
 from common.runtime import Process, any_rank, init_process, on_main, run_main, say, stop_requested
 from common.tokens import open_tokens
 from models.mot.build import (
@@ -462,7 +462,7 @@ def train(config: Config, process: Process, ds: dict):
     samples.wait_for(decoders, process)  # those of all ranks
     run.finish(steps)
     if process.is_main:
-        say(f"adapter  {run.folder / 'export'}\nsamples  {run.folder / 'samples'}\nreport   {write_report(run.folder)}")
+        say_result(run.folder, "adapter")
     return ds_engine
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from common.report_charts import GROUPS, charts_of, compared, evaluations, fields_of, thinned
 from common.report_samples import compared_cards, data_uri, sample_cards
 from common.report_words import HEADLINES, duration, measure_of, number, plural
+from common.runtime import say
 
 PAGE = Path(__file__).parent / "report_page"
 TILES = 6
@@ -28,14 +29,46 @@ PADDED = 0.3  # share of padding
 UNCHANGED = 0.001  # relative difference that is neither better nor worse
 
 
-def write_report(run: Path) -> Path:
-    """What a recipe calls at its end: a report that cannot be written does not make a failure of a finished run."""
+def say_result(run: Path, artifact: str) -> None:
+    """The end of a run: writes its report, prints its headline numbers before and after training, and where all is.
+
+    A report that cannot be written does not make a failure of a finished run.
+    """
     file = run / "report.html"
     try:
-        return write_page(report_page(run), file)
+        lines = closing_table(run)
+        write_page(report_page(run), file)
     except Exception as error:
-        print(f"warning: the report could not be written: {error!r}; ./launch.sh report {run} tries again", flush=True)
-        return file
+        lines = [f"warning: the report could not be written: {error!r}; ./launch.sh report {run} tries again"]
+    say("\n".join(["", *lines, ""]))
+    say(f"{artifact:8} {run / 'export'}\nsamples  {run / 'samples'}\nreport   {file}")
+
+
+def closing_table(run: Path) -> list[str]:
+    """Lines of text: before training, after it, and what the recordings or the noisy input score, if that is known."""
+    facts = read_run(run)
+    after = shown_evaluation(facts)
+    before = base_evaluation(facts)
+    names = [name for name in headline_names(facts) if name in after][:TILES]
+    ceilings = {record.get("of"): record for record in events(facts, "ceiling")}
+    noisy = {name: after.get(f"noisy_{name}") for name in names}
+    columns = {
+        "noisy input": noisy,
+        "before": before,
+        f"after, step {after['step']}" if after else "": after,
+        "codec": ceilings.get("recorded", {}),
+        "recording": ceilings.get("original", {}),
+    }
+    columns = {head: record for head, record in columns.items() if any(_is_number(record.get(name)) for name in names)}
+    rows = [["", *columns]]
+    for name in names:
+        measure = measure_of(name)
+        cells = [record.get(name) for record in columns.values()]
+        rows.append([measure.label, *(number(cell, measure.unit) if _is_number(cell) else "" for cell in cells)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows if names
+    ]
 
 
 def write_page(page: str, file: Path) -> Path:
@@ -232,11 +265,20 @@ def status_of(facts: dict, metrics: Path) -> dict:
     return {"kind": kind, "word": word, "parts": [part for part in parts if part]}
 
 
+def shown_evaluation(facts: dict) -> dict:
+    evals = facts["evals"]
+    return next((record for record in evals if record["step"] == facts["shown_step"]), evals[-1] if evals else {})
+
+
+def base_evaluation(facts: dict) -> dict:
+    """Before training; empty if that is all there is."""
+    evals = facts["evals"]
+    return evals[0] if evals and evals[0]["step"] == 0 and shown_evaluation(facts) is not evals[0] else {}
+
+
 def tiles_of(facts: dict) -> list[dict]:
     """The headline numbers of the shown step, with their change against the base."""
-    evals = facts["evals"]
-    shown = next((record for record in evals if record["step"] == facts["shown_step"]), evals[-1] if evals else {})
-    base = evals[0] if evals and evals[0]["step"] == 0 and shown is not evals[0] else {}
+    evals, shown, base = facts["evals"], shown_evaluation(facts), base_evaluation(facts)
     tiles = []
     for name in headline_names(facts)[:TILES]:
         if name not in shown:

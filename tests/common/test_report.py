@@ -13,7 +13,7 @@ import pytest
 import soundfile
 
 from common import report
-from common.report import comparison_page, report_page, write_report
+from common.report import comparison_page, report_page, say_result
 from common.report_charts import charts_of, thinned
 from common.report_samples import outline, spectrogram
 from common.report_words import duration, facts_in_words, number
@@ -231,11 +231,27 @@ def test_values_that_are_not_finite_and_a_line_cut_by_a_kill_do_not_stop_it(run)
     assert "not finite" in page.sections["headline"]
 
 
+def test_the_end_of_a_run_says_what_it_gained(run, capsys):
+    scores = [{"event": "scores", "step": step, "wer": wer} for step, wer in ((0, 0.8), (2, 0.125))]
+    evals = [EVAL | {"step": 0, "loss": 3.0}, STEP | {"step": 1}, EVAL | {"step": 2}]
+    ceilings = [{"event": "ceiling", "step": 0, "of": "recorded", "wer": 0.05}]
+    folder = run([*evals, *scores, *ceilings, DONE])
+    say_result(folder, "adapter")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ") for line in lines if line.startswith(" ")][0][-1] == "codec"
+    table = {line[:16].strip(): line[16:].split() for line in lines[2:6]}
+    assert table["word error rate"] == ["80.0", "%", "12.5", "%", "5.0", "%"]
+    assert table["evaluation loss"] == ["3", "1.5"] and table["text gap"] == ["0.25", "0.25"]
+    assert f"adapter  {folder / 'export'}" in lines and f"report   {folder / 'report.html'}" in lines
+    assert (folder / "report.html").read_text() and not list(folder.glob(".report*"))
+
+
 def test_what_a_recipe_calls_never_fails_a_finished_run(run, capsys):
-    folder = run([STEP | {"step": 1}])
-    assert write_report(folder).read_text() and not list(folder.glob(".report*"))
+    folder = run([STEP | {"step": 1}])  # no evaluation, no table
+    say_result(folder, "model")
+    assert "before" not in capsys.readouterr().out
     (folder / "config.json").write_text("{")
-    assert write_report(folder) == folder / "report.html"
+    say_result(folder, "model")
     assert "warning: the report could not be written" in capsys.readouterr().out
 
 

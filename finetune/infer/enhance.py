@@ -46,11 +46,11 @@ def parse_args(argv: list[str] | None = None):
         "--dnsmos", action="store_true", help="predict the quality before and after, without a reference (speechmos)"
     )
     cmgan = parser.add_argument_group("only for cmgan")
-    cmgan.add_argument("--window-seconds", type=float, help="length of the windows of long recordings (default: 16)")
     cmgan.add_argument(
         "--no-padding", action="store_true", default=None,
         help="do not pad to whole frames with the recording's own start, as the published evaluation does",
     )  # fmt: skip
+    cmgan.add_argument("--window-seconds", type=float, help="length of the windows of long recordings (default: 16)")
     buffer = parser.add_argument_group("only for diffusion_buffer")
     buffer.add_argument("--delay", type=int, help="frames of delay; 0 = the whole buffer (default: 0)")
     buffer.add_argument("--temperature", type=float, help="scale of the diffusion noise; 0 = none (default: 1)")

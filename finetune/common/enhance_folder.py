@@ -197,7 +197,7 @@ def find_targets(source: Path, out: Path) -> dict[Path, Path]:
     files = [path for path in everything if path.suffix.lower() in SUFFIXES]
     foreign = [path for path in everything if path.suffix.lower() in UNREADABLE]
     if foreign:
-        say(f"{len(foreign)} files cannot be read and are left out, such as {foreign[0]}: convert them to .wav first")
+        say(f"left out, because libsndfile cannot read them: {len(foreign)}, such as {foreign[0]}")
     if not files:
         raise UserError(f"--source {source} is neither a recording nor a folder of them (.wav, .flac, .mp3, ...).")
     if source.resolve() == out.resolve():

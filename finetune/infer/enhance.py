@@ -44,11 +44,11 @@ def parse_args(argv: list[str] | None = None):
         "--dnsmos", action="store_true", help="predict the quality before and after, without a reference (speechmos)"
     )
     cmgan = parser.add_argument_group("only for cmgan")
-    cmgan.add_argument("--window-seconds", type=float, help="length of the windows of long recordings (default: 16)")
     cmgan.add_argument(
         "--no-padding", action="store_true", default=None,
         help="do not pad to whole frames with the recording's own start, as the published evaluation does",
     )  # fmt: skip
+    cmgan.add_argument("--window-seconds", type=float, help="length of the windows of long recordings (default: 16)")
     buffer = parser.add_argument_group(
         "only for diffusion_buffer",
         "Also the recipe's flags of network, spectrum, diffusion and stream, such as --buffer or --stream official.",

@@ -189,7 +189,7 @@ def test_one_file_of_another_container_and_what_a_folder_leaves_out(tmp_path, ca
     (tmp_path / "in" / ".hidden.wav").write_bytes(b"")
     enhance_folder(Pass(), Source(tmp_path / "in"), tmp_path / "out", 32_000, "cpu")
     printed = capsys.readouterr().out
-    assert "1 files cannot be read and are left out, such as" in printed and "c.m4a" in printed
+    assert "left out, because libsndfile cannot read them: 1, such as" in printed and "c.m4a" in printed
     assert "22050 Hz, 2 channels, nothing above 8 kHz" in printed
     for name, channels in (("a", 1), ("b", 2)):
         info = soundfile.info(tmp_path / "out" / f"{name}.wav")

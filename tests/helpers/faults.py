@@ -32,7 +32,7 @@ def command_line(pid: int) -> bytes:
         return b""  # it has just ended
 
 
-def assert_no_orphans(run: Path, seconds: float = 35) -> None:
+def assert_no_orphans(run: Path, seconds: float = 120) -> None:
     deadline = time.time() + seconds
     while left := processes_of(run):
         assert time.time() < deadline, left
@@ -55,7 +55,7 @@ def job_processes(run: Path) -> dict[str, int]:
     return found
 
 
-def wait_for_checkpoint(run: Path, step: int, timeout: float = 180) -> None:
+def wait_for_checkpoint(run: Path, step: int, timeout: float = 600) -> None:
     """Returns as soon as a checkpoint of this step or a later one is listed: they are written in the background."""
     index, deadline = run / "checkpoints" / "index.json", time.time() + timeout
     while time.time() < deadline:
@@ -104,7 +104,7 @@ def kill_one(ranks: list[WarmRank], run: Path) -> None:
     assert_no_orphans(run)
 
 
-def kill_all_while_saving(script: Path, arguments: list, run: Path, step: int, timeout: float = 180) -> list[str]:
+def kill_all_while_saving(script: Path, arguments: list, run: Path, step: int, timeout: float = 600) -> list[str]:
     """Starts the ranks, which halt with the first file of this step's checkpoint, and kills them there (kill -9)."""
     draft = run / "checkpoints" / f".step-{step:08d}.tmp"
     more = {"WARM_RANK_FIRST": "helpers.faults:halt_while_saving", "HALT_IN": draft.name}

@@ -78,7 +78,7 @@ def step_records(run: Path) -> list[dict]:
     return [record for record in metrics(run) if "event" not in record]
 
 
-def wait_for_step(run: Path, step: int, timeout: float = 180) -> None:
+def wait_for_step(run: Path, step: int, timeout: float = 600) -> None:
     """Returns as soon as the run has logged this optimizer step."""
     deadline = time.time() + timeout
     while not has_reached(run, step):

@@ -288,6 +288,18 @@ add("hub-missing-weights", FILE, 'if info["missing_keys"]:', "if False:",
     "missing weights stay random with a warning",
     "models/dia/test_evaluate.py::test_damaged_or_missing_weights_are_a_sentence")
 
+add("hub-unpinned", FILE, 'commits[revision] = _folders[path].name if path in _folders else ""',
+    "commits[revision] = getattr(config, revision)", "a resumed run silently trains on newer weights",
+    "common/test_hub_fetch.py::test_a_run_notes_the_commit_and_keeps_to_it")
+FILE = "data/lib/hub.py"
+add("hub-begins-anew", FILE, "have = part.stat().st_size if part.exists() else 0", "have = 0",
+    "the parts of two downloads are joined",
+    "data/test_fetch.py::test_a_download_that_was_killed_continues_where_it_was")
+add("hub-damage", FILE, "if hash_file(part) != sha256:", "if False:", "half of another file passes for weights",
+    "data/test_fetch.py::test_a_damaged_part_is_noticed_and_downloaded_again")
+add("disk-errors", "data/lib/errors.py", "    except OSError as error:", "    except ZeroDivisionError as error:",
+    "a folder that cannot be written is a traceback", "test_mistakes.py")
+
 # plan, randomness, data of a step
 
 FILE = "finetune/common/plan.py"

@@ -42,12 +42,14 @@ def open_hf(source: str) -> dict:
     """split -> Dataset; audio is left undecoded, because we decode it ourselves. `source`: a path, or a hub id, which
     may end with @revision."""
     import datasets
+    from huggingface_hub.utils import logging
 
     name, _, revision = (source, "", "") if Path(source).exists() else source.partition("@")
     try:
         if any((Path(source) / file).is_file() for file in ("state.json", "dataset_dict.json")):
             data = datasets.load_from_disk(source)
         else:
+            logging.set_verbosity_error()  # what goes wrong is said once, below
             data = datasets.load_dataset(name, revision=revision or None)
     except Exception as error:
         if not Path(source).exists():

@@ -127,7 +127,7 @@ def explain(error: Exception, name: str, revision: str | None) -> str:
     )
 
     hub, has_token = constants.ENDPOINT, bool(os.environ.get("HF_TOKEN"))
-    elsewhere = f"copy the files here and name their folder, or run ./launch.sh fetch {name} where there is a network"
+    elsewhere = f"or name a folder with its files, which ./launch.sh fetch {name} downloads where there is a network"
     cause = next((e for e in chain(error) if isinstance(e, HfHubHTTPError)), None)
     status = cause.response.status_code if cause is not None else 0
     if isinstance(cause, GatedRepoError):
@@ -152,13 +152,13 @@ def explain(error: Exception, name: str, revision: str | None) -> str:
             " enough space."
         )
     if constants.HF_HUB_OFFLINE:
-        return f"{name} is not in the cache, and HF_HUB_OFFLINE forbids a download: unset it, or {elsewhere}."
-    unreachable = status >= 500 or isinstance(error, LocalEntryNotFoundError)
-    if unreachable or any(type(e).__module__.startswith("http") for e in chain(error)):
+        return f"{name} is not in the cache, and HF_HUB_OFFLINE forbids a download: unset it, {elsewhere}."
+    kinds = (LocalEntryNotFoundError, ConnectionError, TimeoutError)
+    if status >= 500 or any(isinstance(e, kinds) or type(e).__module__.startswith("http") for e in chain(error)):
         reason = f"HTTP {status}" if status else type(list(chain(error))[-1]).__name__
         return (
             f"{name} cannot be downloaded: {hub} does not answer ({reason}); run the same command again to continue,"
-            f" or {elsewhere}."
+            f" {elsewhere}."
         )
     return f"{name} cannot be downloaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})."
 

@@ -24,6 +24,8 @@ def read_samples(data: bytes, start: float | None, end: float | None) -> tuple[n
             rate = file.samplerate
             first = round((start or 0) * rate)
             last = file.frames if end is None else min(round(end * rate), file.frames)
+            if not file.frames:
+                raise Reject("no samples: 0.00 s long")
             if first >= last:
                 raise Reject(f"no samples between start {start} and end {end} ({file.frames / rate:.2f} s long)")
             file.seek(first)

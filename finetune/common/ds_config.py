@@ -1,11 +1,13 @@
 """The DeepSpeed JSON: read, checked against the flags, its "auto" fields filled in."""
 
+import difflib
 import json
 from pathlib import Path
 
 from common.config import RunConfig, UserError
 
 BF16_RANKS = 8  # more ranks than this add their gradients up in fp32, at twice the communication
+KEYS = ("zero_optimization", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size", "data_types")
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in values
 
 
@@ -22,6 +24,10 @@ def read_ds(path: str) -> dict:
         raise UserError(f"--ds {path} is not valid JSON: {error}.") from None
     if not isinstance(ds, dict):
         raise UserError(f"--ds {path} must hold a JSON object, not a {type(ds).__name__}.")
+    for key in ds:
+        nearest = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
+        if nearest and nearest != [key]:  # DeepSpeed would ignore it, and train without ZeRO
+            raise UserError(f"--ds {path} has the key {key!r}, which DeepSpeed does not know: write {nearest[0]!r}.")
     return ds
 
 
@@ -57,6 +63,13 @@ def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
         if ds.pop(section, "auto") != "auto":
             raise UserError(f"{path} has a section {section!r}, but the recipe and its flags set that: remove it.")
     ds = _without_auto(ds)
+    for key, value in ds.get("zero_optimization", {}).items():
+        wanted = (
+            dict if key.startswith("offload_") else (int, float) if key.endswith(("_size", "_threshold")) else object
+        )
+        if not isinstance(value, wanted):
+            kind = "an object" if wanted is dict else "a number"
+            raise UserError(f"{path} sets zero_optimization.{key} to {json.dumps(value)}; it must be {kind}.")
     stage = ds.setdefault("zero_optimization", {}).setdefault("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UserError(f"{path} sets zero_optimization.stage to {json.dumps(stage)}; it must be 0, 1, 2 or 3.")

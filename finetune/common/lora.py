@@ -95,18 +95,27 @@ def read_adapter(folder: Path) -> dict:
     return config
 
 
+def read_lora(folder: Path) -> dict:
+    """The tensors of a PEFT adapter on disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    try:
+        return load_file(file)
+    except FileNotFoundError:  # PEFT would ask the hub for it
+        raise UserError(f"--adapter {folder} has no {file.name}: export the run again (./launch.sh convert).") from None
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged ({error}): export the run again (./launch.sh convert).") from None
+
+
 def load_lora(model, folder: Path):
     """The model with a PEFT adapter from disk."""
     from peft import PeftModel
-    from safetensors import SafetensorError
 
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():  # PEFT would ask the hub for it
-        raise UserError(f"--adapter {folder} has no {file.name}: export the run again (./launch.sh convert).")
+    read_lora(folder)
     try:
         return PeftModel.from_pretrained(model, str(folder))
-    except SafetensorError as error:
-        raise UserError(f"{file} is damaged ({error}): export the run again (./launch.sh convert).") from None
     except (ValueError, RuntimeError, KeyError) as error:  # other names, other sizes
         reason = str(error).splitlines()[0][:120]
         raise UserError(

@@ -155,9 +155,14 @@ def run_main(main, config, *more) -> None:
         sentence = None if error.errno in (errno.ENOENT, errno.EEXIST) else disk_error(error)
         _print(f"error: {sentence}" if sentence else traceback.format_exc(), sys.stderr)
         code = EXIT_USER_ERROR if sentence else 1
-    except BaseException:
-        _print(traceback.format_exc(), sys.stderr)
-        code = 1
+    except BaseException as error:
+        if type(error).__name__ == "ValidationError" and "DeepSpeed" in str(error):  # pydantic's: a key of --ds
+            reason = " ".join(str(error).split("For further")[0].split())
+            _print(f"error: DeepSpeed refuses the file of --ds: {reason}", sys.stderr)
+            code = EXIT_USER_ERROR
+        else:
+            _print(traceback.format_exc(), sys.stderr)
+            code = 1
     faulthandler.cancel_dump_traceback_later()
     report_outcome(code)
     with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@
 ./launch.sh speak --run runs/my-voice does the same and finds the export by itself.
 """
 
+import json
 import math
 import sys
 import tempfile
@@ -197,6 +198,8 @@ def codec_frame_rate(codec: Path) -> float:
         if codec.is_file():
             sizes = torch.load(codec, map_location="cpu", weights_only=True, mmap=True)["metadata"]["kwargs"]
             return sizes["sample_rate"] / math.prod(sizes["encoder_rates"])
+        if json.loads((codec / "config.json").read_text(encoding="utf-8"))["model_type"] != "dac":
+            raise ValueError("another model")
         config = DacConfig.from_pretrained(codec, local_files_only=True)
         return config.sampling_rate / config.hop_length
     except Exception as error:  # a pickle, a cut file, another model

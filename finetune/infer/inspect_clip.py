@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 
 from common.artifacts import build_config, read_record, trained_flags
 from common.config import NOT_REPEATED, UserError, build_parser, check, command_parser, read_config_file, unknown_flag
+from common.lora import read_lora
 from common.runtime import forbid_codec_imports, run_main, say
 
 # Recipe -> the package in models/ that shows its clips; the demo's assets, and where in them are what.
@@ -125,9 +126,9 @@ def with_demo(name: str, config, process):
 
 def fill_lora(model, folder: Path) -> None:
     """Copies an exported PEFT adapter into the recipe's model."""
-    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    weights = load_peft_weights(str(folder), device="cpu")
+    weights = read_lora(folder)
     odd = sorted(set(weights) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False)))
     if odd:
         raise UserError(f"{folder} does not fit these flags: {len(odd)} tensors differ by name, such as {odd[0]}.")

@@ -17,9 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import UserError, command_parser
+from common.config import UserError, command_parser, run_command
 from common.report import exported_checkpoint, read_records
-from common.runtime import run_main
 
 LOCAL_PATHS = ("ds", "model", "data", "eval_data", "test_data", "out", "tag_map", "musicgen", "resume")
 LOCAL_PATHS += ("place", "weights", "audio_tokenizer_name_or_path")  # of a codec
@@ -209,4 +208,4 @@ def usage(recipe: str, base: str, repo: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_main(push, parse_args())
+    run_command(push, parse_args())

@@ -108,7 +108,7 @@ def test_an_older_revision_stays_beside_the_newest(hub, model, tmp_path):
 
 
 TOKEN = {"HF_TOKEN": "hf_0123456789"}
-ELSEWHERE = r"; run the same command again to continue, or copy the files here .* run \./launch\.sh fetch"
+ELSEWHERE = r"; run the same command again to continue, or name a folder with its files, which \./launch\.sh fetch"
 # What is asked for, what the stand-in does, the environment -> what is said.
 FAILURES = {
     "gated": ((GATED,), None, {}, r"is gated: ask for access at http\S+/someone/gated, then export HF_TOKEN"),
@@ -122,7 +122,12 @@ FAILURES = {
     "too many requests": ((NAME,), 429, {}, "asks to wait .* again in a few minutes"),
     "the hub is down": ((NAME,), 500, {}, rf"does not answer \(HTTP 500\){ELSEWHERE} {NAME}"),
     "nothing listens": ((NAME,), None, {"HF_ENDPOINT": "http://127.0.0.1:9"}, rf"ConnectionRefusedError\){ELSEWHERE}"),
-    "offline": ((NAME,), None, {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids a download: unset it, or copy"),
+    "offline": (
+        (NAME,),
+        None,
+        {"HF_HUB_OFFLINE": "1"},
+        "HF_HUB_OFFLINE forbids a download: unset it, or name a folder",
+    ),
     "an unwritable cache": ((NAME,), None, {"HF_HOME": "/proc/x"}, "cannot be stored in /proc/x .* set HF_HOME to"),
 }
 

@@ -13,7 +13,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the recipes
 
 from common.config import EXIT_USER_ERROR, UserError
-from common.report import comparison_page, report_page, write_page
 from infer.dispatch import read_recipe
 
 
@@ -44,6 +43,8 @@ def write(args: argparse.Namespace) -> Path:
         read_recipe(str(run))
         if not (run / "metrics.jsonl").is_file():
             raise UserError(f"{run} holds no metrics.jsonl: it has not begun to train.")
+    from common.report import comparison_page, report_page, write_page
+
     several = len(runs) > 1
     out = args.out or (runs[0].resolve().parent / "comparison.html" if several else runs[0] / "report.html")
     try:

@@ -17,7 +17,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the recipes
 
 from common.config import EXIT_USER_ERROR, UserError
-from common.report import report_page
 from infer.dispatch import read_recipe
 
 SHOWN = ("config.json", "metrics.jsonl", "samples/*/*", "figures/*.png", "export/*.json")  # what the page is made of
@@ -52,6 +51,8 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def make_server(run: Path, port: int) -> ThreadingHTTPServer:
+    from common.report import report_page
+
     building = threading.Lock()
     built = {}  # version -> page, of the newest only
 

@@ -127,6 +127,8 @@ class Config:
     musicgen: str = ""
     musicgen_revision: str = ""
     world: int = 0
+    out: str = ""
+    resume: str = "auto"
 
 
 def test_a_run_notes_the_commit_and_keeps_to_it(tmp_path, monkeypatch):
@@ -152,6 +154,11 @@ def test_a_run_notes_the_commit_and_keeps_to_it(tmp_path, monkeypatch):
         assert hub.find_file("someone/model", "model.safetensors").read_bytes() == b"weights"
         assert hub.find_file("someone/model", "tokenizer.json") is None
         assert hub.pin(Config(), process).revision == newer
+        run = tmp_path / "run"
+        run.mkdir()
+        (run / "config.json").write_text(json.dumps({"config": dataclasses.asdict(pinned)}))
+        assert hub.pin(Config(out=str(run)), process).revision == COMMIT
+        assert hub.pin(Config(out=str(run), resume="never"), process).revision == newer
     os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # monkeypatch restores it
     with pytest.raises(UserError, match=r"--musicgen other/model cannot be downloaded: .* does not answer"):
         hub.pin(Config(revision=COMMIT, musicgen="other/model"), process)

@@ -3,9 +3,11 @@
     python finetune/infer/convert.py --run runs/my-voice                              the best, to runs/my-voice/export
     python finetune/infer/convert.py --run runs/my-voice --step 400 --out voice-400   another one, to another folder
     python finetune/infer/convert.py --model official.ckpt --out live --reverse-start 0.8
+    python finetune/infer/convert.py --model runs/live/export --onnx --out live.onnx
 
-The last makes an export of a Lightning file of the official Diffusion Buffer code, with the settings that the file
-tells; flags of diffusion_buffer.py say the others.
+The third makes an export of a Lightning file of the official Diffusion Buffer code, with the settings that the file
+tells; flags of diffusion_buffer.py say the others. The last writes the network of a Diffusion Buffer's stream for
+onnxruntime (packages onnx and onnxscript).
 
 ./launch.sh convert does the same; ./launch.sh convert native, stereo and average (dia_convert.py) make Dia models from
 other formats.
@@ -27,7 +29,10 @@ def parse_args():
     parser = command_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="run folder of any recipe")
-    what.add_argument("--model", type=Path, help="Lightning file of the official Diffusion Buffer code")
+    what.add_argument(
+        "--model", type=Path, help="Lightning file of the official Diffusion Buffer code; with --onnx also an export"
+    )
+    parser.add_argument("--onnx", action="store_true", help="write an ONNX file of a Diffusion Buffer --model to --out")
     parser.add_argument(
         "--step",
         default="best",
@@ -39,18 +44,26 @@ def parse_args():
     if args.words and not args.model:
         parser.error(unknown_flag(args.words[0], parser))
     if args.model and not args.out:
-        parser.error("--model needs --out, the folder to write.")
+        parser.error("--model needs --out, the folder or file to write.")
+    if args.onnx and not args.model:
+        parser.error("--onnx needs --model; RUN/export is the model of a run.")
     return args
 
 
-def convert_official(args) -> None:
-    """A file of the official Diffusion Buffer code as an export of diffusion_buffer.py."""
-    if not args.model.is_file():
+def convert_buffer(args) -> None:
+    """A file of the official Diffusion Buffer code as an export of diffusion_buffer.py, or any of them as ONNX."""
+    if not args.onnx and not args.model.is_file():
         raise UserError(f"--model {args.model} is not a file; a run of this project is converted with --run.")
     from diffusion_buffer import Config
     from models.diffusion_buffer.weights import open_model, write_export
 
     network, spec = open_model(str(args.model), Config, parse_words(Config, args.words))
+    if args.onnx:
+        from models.diffusion_buffer.onnx_export import write_onnx
+
+        write_onnx(args.out, network, spec)
+        print(f"ONNX file {args.out}")
+        return
     write_export(args.out, network, spec, {"recipe": "diffusion_buffer", "checkpoint": {"file": args.model.name}})
     print(f"export in {args.out}: " + " ".join(f"--{n.replace('_', '-')} {v}" for n, v in vars(spec).items()))
 
@@ -62,7 +75,7 @@ def convert(args) -> None:
     if out.exists():
         raise UserError(f"{out} exists already: name another folder with --out.")
     if args.model:
-        return convert_official(args)
+        return convert_buffer(args)
     name = read_recipe(str(args.run))
     entry = choose(args.run, args.step)
     import torch

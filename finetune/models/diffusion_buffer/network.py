@@ -184,7 +184,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.GroupNorm_0(x).flatten(2).transpose(1, 2)
-        h = F.scaled_dot_product_attention(self.NIN_0(h), self.NIN_1(h), self.NIN_2(h))
+        q, k, v = (part(h)[:, None] for part in (self.NIN_0, self.NIN_1, self.NIN_2))
+        h = F.scaled_dot_product_attention(q, k, v)[:, 0]
         return (x + self.NIN_3(h).transpose(1, 2).reshape(x.shape)) * math.sqrt(0.5)
 
 
@@ -250,7 +251,11 @@ class NCSNpp(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor):
         """(N, F, K) complex -> (N, F, K) complex, divided by `scale` (N or 1, K) before the last layer."""
-        small = real_input(x, y).transpose(2, 3).contiguous()
+        return complex_output(self.real_forward(real_input(x, y), times, scale))
+
+    def real_forward(self, xy: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+        """(N, 4, F, K) -> (N, 2, F, K): real and imaginary parts."""
+        small = xy.transpose(2, 3).contiguous()
         multiple = 2 ** (self.levels - 1)
         assert all(size % multiple == 0 for size in small.shape[2:]), f"frames and bins {tuple(small.shape[2:])}"
         parts, times = iter(self.all_modules[4:]), iter(times)
@@ -277,7 +282,7 @@ class NCSNpp(nn.Module):
             pyramid = grown if pyramid is None else self.up(pyramid) + grown
             if level:
                 h = next(parts)(h, next(times))
-        return complex_output(self.output_layer(pyramid / scale[:, None, :, None]).transpose(2, 3))
+        return self.output_layer(pyramid / scale[:, None, :, None]).transpose(2, 3)
 
 
 # ---- the second paper's network --------------------------------------------------------------------------------
@@ -404,8 +409,11 @@ class BlockCausal(nn.Module):
         return [block.Conv_time(time)[:, :, None] for block in blocks]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor):
+        return complex_output(self.real_forward(real_input(x, y), times, scale))
+
+    def real_forward(self, xy: torch.Tensor, times: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
         times = iter(times)
-        h = self.in_layer(real_input(x, y))
+        h = self.in_layer(xy)
         skips, frames = [], [h.shape[-1]]
         for block in self.down_layers:
             h = block(h, next(times))
@@ -418,7 +426,7 @@ class BlockCausal(nn.Module):
             h = block(torch.cat([h, skips.pop()], dim=1), next(times), frames[-1])
         for layer in self.out_layers:
             h = layer(h)
-        return complex_output(h / scale[:, None, None, :])
+        return h / scale[:, None, None, :]
 
 
 LARGE = {"widths": (2, 2, 2, 2, 2), "blocks": 2}  # of ncsnpp_large, the size that the official trainer has by default

@@ -298,7 +298,7 @@ add("hub-begins-anew", FILE, "have = part.stat().st_size if part.exists() else 0
 add("hub-damage", FILE, "if hash_file(part) != sha256:", "if False:", "half of another file passes for weights",
     "data/test_fetch.py::test_a_damaged_part_is_noticed_and_downloaded_again")
 add("disk-errors", "data/lib/errors.py", "    except OSError as error:", "    except ZeroDivisionError as error:",
-    "a folder that cannot be written is a traceback", "test_mistakes.py")
+    "a folder that cannot be written is a traceback", "test_mistakes.py::test_a_mistake_is_one_sentence")
 
 # plan, randomness, data of a step
 

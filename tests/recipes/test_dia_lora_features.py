@@ -383,7 +383,7 @@ def test_a_codec_that_is_gone_or_has_changed_is_named_in_one_sentence(adapter, d
 
     gone = with_codec(adapter, tmp_path / "gone", place=str(tmp_path / "no-codec"), sha256="1" * 64)
     changed = with_codec(adapter, tmp_path / "changed", place=str(demo / "codec"), sha256="1" * 64)
-    for folder, sentence in ((gone, "is neither on this machine"), (changed, "is no longer the one")):
+    for folder, sentence in ((gone, "is not on this machine; give it as --codec"), (changed, "is no longer the one")):
         words = ["dia_speak.py", "--adapter", folder, "--text", "[S1] bada", "--wav", tmp_path / "a.wav"]
         monkeypatch.setattr("sys.argv", list(map(str, words)))
         capsys.readouterr()

@@ -105,7 +105,7 @@ def test_the_choice_is_the_first_that_fits_of_all_that_can_be_trained():
         (["--accumulation", "3"], ("zero2", "none", True, 8192, 3)),
         (["--no-gradient-checkpointing", "--micro-tokens", "4096"], ("zero2", "8bit", False, 4096, 1)),
         (["--quantize", "4bit"], ("zero2", "4bit", False, 4096, 2)),
-        (["--ds", "ds_configs/zero3.json"], ("zero3", "none", True, 4096, 2)),
+        (["--ds", "ds_configs/zero3.json"], ("zero3", "none", False, 2048, 4)),
         (["--gradient-checkpointing"], ("zero2", "none", True, 8192, 1)),
         (["--optimizer", "adamw8bit"], ("zero2", "none", False, 2048, 4)),
     ],

@@ -99,7 +99,7 @@ def test_codes_of_another_codec_are_refused(trained, higgs_demo, tmp_path):
         ({"io": "lora", "ds": "ds_configs/zero3.json"}, "--io lora needs ZeRO-2"),
         ({"io": "train", "preset": "audio_path"}, "--io train is for LoRA"),
         ({"micro_tokens": 100}, "--micro-tokens 100 is below the longest clip"),
-        ({"model": "/nowhere"}, "--model /nowhere is not a folder"),
+        ({"model": "/nowhere"}, "--model /nowhere is neither a folder"),
     ],
 )
 def test_settings_that_cannot_train_are_one_sentence(trained, changes, sentence):

@@ -290,8 +290,8 @@ def test_folders_that_hold_no_dia_are_refused_in_a_sentence(tiny_dia, tmp_path):
         "empty": "model.safetensors",
         "llama": "'llama' model, not 'dia'",
         "no-weights": "no-weights",
-        "file": "not a folder",
-        "nowhere": "not a folder",
+        "file": "neither a folder",
+        "nowhere": "neither a folder",
     }.items():
         with pytest.raises(UserError, match=words) as error:
             load_dia(str(tmp_path / name), torch.float32)

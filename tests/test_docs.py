@@ -56,17 +56,22 @@ ELSEWHERE = {
     r"launch\.sh (demo|test)": "test_launch.py, and the suite itself",
     r"launch\.sh slurm|^sbatch|--hostfile": "test_multinode.py",
     r"launch\.sh watch": "test_report_watch.py",
-    r"pip install": "optional packages",
+    r"pip install|--embedder resemblyzer|--onnx": "optional packages",
+    r"launch\.sh (fetch|setup)": "test_fetch.py, test_launch.py",
     r"ruff": "needs no run folder",
 }
 
 
 def commands(page: str) -> list[str]:
-    """The commands in a page's fenced blocks, each on one line, without comments."""
-    text = "\n".join(re.findall(r"^```(?:bash|sh)?\n(.*?)^```", Path(support.ROOT, page).read_text(), re.S | re.M))
-    lines = text.replace("\\\n", " ").splitlines()
+    """The commands in a page's fenced blocks, then those with arguments in its text, each on one line."""
+    content = Path(support.ROOT, page).read_text()
+    fenced = r"^```(?:bash|sh)?\n(.*?)^```"
+    lines = "\n".join(re.findall(fenced, content, re.S | re.M)).replace("\\\n", " ").splitlines()
     known = r"(\./launch\.sh|deepspeed|sbatch|\.venv/bin/\S+) "
-    return [re.sub(r"\s+#.*|\s{2,}", " ", line).strip() for line in lines if re.match(known, line)]
+    found = [re.sub(r"\s+#.*|\s{2,}", " ", line).strip() for line in lines if re.match(known, line)]
+    text = re.sub(r"\s+", " ", re.sub(r"^```.*?^```", "", content, flags=re.S | re.M))
+    inline = re.findall(r"`(\./launch\.sh \w+ [^`]+)`", text)
+    return found + [line for line in inline if not re.search(r"\b[A-Z]+\b|\.\.\.", line)]  # which stand for something
 
 
 def test_no_page_is_forgotten():

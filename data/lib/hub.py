@@ -25,6 +25,8 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
 
     `revision`: branch, tag or commit, default the newest. `weights` False: only the small files.
     """
+    if Path(name).exists():
+        raise UserError(f"{name} is already on this machine: there is nothing to fetch.")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{name} is neither a path on this machine nor a hub id, which has the form owner/name.")
     from huggingface_hub import snapshot_download

@@ -1,6 +1,7 @@
 """How every command in data/ ends: a user's mistake is one sentence and exit code 2, never a traceback."""
 
 import argparse
+import contextlib
 import difflib
 import errno
 import math
@@ -23,22 +24,28 @@ def disk_error(error: OSError) -> str | None:
     return None
 
 
+def complain(sentence: str) -> int:
+    """Prints a mistake and returns its exit code."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()  # what was said before comes first
+    print(f"error: {sentence}", file=sys.stderr)
+    return 2
+
+
 def run(main: Callable[[], int | None]) -> None:
     """Run a command's main() and exit with its code; 2 for a UserError, 130 for Ctrl-C."""
     try:
         code = main()
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = complain(str(error))
     except BrokenPipeError:  # whatever read our output (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
         if not (sentence := disk_error(error)):
             raise
-        print(f"error: {sentence}", file=sys.stderr)
-        code = 2
+        code = complain(sentence)
     except KeyboardInterrupt:
         print("stopped; nothing half-written is left: run the same command again to continue", file=sys.stderr)
         code = 130

@@ -76,6 +76,7 @@ def run_command(work, args) -> None:
             raise
     else:
         return
+    sys.stdout.flush()  # what was said before comes first
     print(f"error: {sentence}", file=sys.stderr)
     sys.exit(EXIT_USER_ERROR)
 

@@ -24,7 +24,7 @@ SCRIPTS = {
     "enhance": {"cmgan": "enhance.py", "diffusion_buffer": "enhance.py"},
     "diagnose": {"cmgan": "diagnose.py", "diffusion_buffer": "diagnose.py"},
 }
-VERBS = (*SCRIPTS, "convert", "report", "inspect")
+VERBS = (*SCRIPTS, "convert", "report", "watch", "inspect")
 RECIPES = sorted({recipe for scripts in SCRIPTS.values() for recipe in scripts})
 DIA_FORMATS = ("native", "stereo", "average")  # other verbs of convert, which make a Dia model folder
 

@@ -408,7 +408,7 @@ def test_infer_diagnose_of_a_recipe_needs_no_weights(pairs):
     [
         ("diagnose.py", "--model nowhere", "error: nowhere does not exist."),
         ("diagnose.py", "--run tests", "error: tests comes without a config.json"),
-        ("diagnose.py", "", "error: give --run, --model or --recipe."),
+        ("diagnose.py", "", "error: give --run, --model or --recipe; --help lists the flags."),
         ("enhance.py", "--model nowhere --source tests --out out", "error: nowhere does not exist."),
     ],
 )

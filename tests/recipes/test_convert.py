@@ -24,7 +24,7 @@ ZERO2, ZERO3 = "ds_configs/zero2.json", "ds_configs/zero3.json"
 
 
 def convert_run(run: Path, step: str, out: Path) -> Path:
-    convert.convert(argparse.Namespace(run=run, step=step, out=out))
+    convert.convert(argparse.Namespace(run=run, step=step, out=out, model=None))
     return out
 
 

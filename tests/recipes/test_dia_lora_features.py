@@ -451,7 +451,7 @@ def test_merged_folder_loads_alone_and_equals_base_plus_adapter(adapter, demo, t
     ("words", "sentence"),
     [
         (["--text", "hello"], "give --text and --wav"),
-        (["--text", "hello", "--wav", "x.wav", "--temperature", "0.5"], "--temperature 0.5"),
+        (["--text", "hello", "--wav", "x.wav", "--temperature", "0.5"], "--temperature: 0.5 is out of range"),
         (["--text", "hello", "--wav", "x.wav", "--voice", "x.wav"], "--voice and --voice-text go together"),
         (["--text", "x" * 2000, "--wav", "x.wav"], "--text has 2002 bytes"),
     ],

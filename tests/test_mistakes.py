@@ -118,7 +118,7 @@ MISTAKES = {
     "data/demo --model x": "--model: invalid choice",
     "data/fetch modle": "neither a path on this machine nor a hub id, which has the form owner/name",
     # ---- infer/
-    "infer/dispatch nosuch": "write one of speak, generate, enhance, diagnose, convert, report, inspect",
+    "infer/dispatch nosuch": "write one of speak, generate, enhance, diagnose, convert, report, watch, inspect",
     "infer/dispatch speak": "give --run with the folder of a dia_lora",
     "infer/dispatch speak --run {here}/nowhere": "is not a run folder: it holds no config.json",
     "infer/dispatch speak --run {here}/run": "export does not exist: the run has not finished, or ran with --no-export",

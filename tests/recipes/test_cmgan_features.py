@@ -398,7 +398,8 @@ def test_infer_diagnose_prints_its_checks_and_fails_with_code_2(finished):
 
 @pytest.mark.long
 def test_infer_diagnose_of_a_recipe_needs_no_weights(pairs):
-    done = run_infer("diagnose.py", "--recipe", "cmgan", "--eval-data", pairs)
+    small = "--channels 8 --disc-channels 4 --micro-batch 1 --seconds 0.5".split()  # at full size it takes minutes here
+    done = run_infer("diagnose.py", "--recipe", "cmgan", "--eval-data", pairs, *small)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS  PESQ labels" in done.stdout and "PASS  memory" in done.stdout and "gain" not in done.stdout
 

@@ -213,6 +213,7 @@ def test_there_are_many():
     assert {command.split()[0].removeprefix("data/") for command in MISTAKES if command.startswith("data/")} == scripts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence(mistake, here, demo, higgs_demo, demo_mot, pairs):
     name, *words = shlex.split(mistake)

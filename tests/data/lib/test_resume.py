@@ -112,6 +112,7 @@ def test_kill_9_then_the_same_command_continues(arguments, expected, script, cou
     assert not out.with_name("out.work").exists()
 
 
+@pytest.mark.long
 def test_two_workers_write_the_same_bytes(arguments, expected, tmp_path):
     process = start(arguments, tmp_path / "out", workers=2)
     _, err = process.communicate(timeout=180)
@@ -119,6 +120,7 @@ def test_two_workers_write_the_same_bytes(arguments, expected, tmp_path):
     assert file_hash(tmp_path / "out") == expected and "h audio" in err and "x real time" in err
 
 
+@pytest.mark.long
 def test_dying_worker_is_a_one_sentence_error(arguments, expected, script, tmp_path):
     out = tmp_path / "out"
     process = start(arguments, out, workers=2)

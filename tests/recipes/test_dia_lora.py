@@ -159,7 +159,7 @@ def test_a_stereo_adapter_under_zero3_equals_one_process_and_has_its_embedding_a
     trained = [p for p in model.parameters() if p.requires_grad]
     weights, _, losses = train_plain(model, clips, config, [{"params": trained, "weight_decay": 0.0}])
     weights = {name.replace(".default", ""): value for name, value in weights.items()}
-    # Rows of the tables that hardly any clip uses have gradients near Adam's epsilon, where the order of sums shows.
+    # 1.2e-6 was measured once, 1e-6 held before. Probably rounding, which Adam magnifies; the cause was not looked for.
     assert_same(adapter(run), weights, tolerance=5e-6)
     assert [record["loss"] for record in support.step_records(run)] == pytest.approx(losses, abs=1e-6)
     assert len(list((run / "samples").glob("step-00000005/*.npy"))) == 3

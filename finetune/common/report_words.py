@@ -15,7 +15,10 @@ MEASURES = {
     "loss": Measure("evaluation loss", "low", note="on clips that are not trained on"),
     "accuracy": Measure("codes predicted", "high", "%", "share of codes whose most likely value is right"),
     "accuracy_first": Measure("first codebook predicted", "high", "%"),
-    "text_gap": Measure("text gap", "high", note="rise of the loss without the text; near 0 the text is ignored"),
+    "text_gap": Measure(
+        "text gap", "high", note="rise of the loss with another clip's text; near 0 the text is ignored"
+    ),
+    "text_gap_onsets": Measure("text gap at onsets", "high", note="the same, first codebook, where a sound begins"),
     "gap": Measure("voice gap", "high", note="rise of the loss with another voice; near 0 the reference is ignored"),
     "eos_loss": Measure("loss of the ends", "low"),
     "end_loss": Measure("loss of the ends", "low"),
@@ -56,8 +59,8 @@ MEASURES = {
 
 # What the top of the page shows, the first of these that were measured.
 HEADLINES = (
-    "wer similarity dnsmos pesq si_sdr stoi estoi loss stop_rate text_gap gap caption_gain accuracy accuracy_first"
-    " eos_recall kbps"
+    "wer similarity dnsmos pesq si_sdr stoi estoi loss text_gap_onsets eos_recall stop_rate duration_ratio text_gap gap"
+    " caption_gain accuracy accuracy_first kbps"
 ).split()
 
 

@@ -50,7 +50,7 @@ def ensure_demo(out: Path, model: str = "dia") -> Path:
         if out.exists() and read_key(out) is None and any(out.iterdir()):
             raise UserError(f"--out {out} exists and is not a demo folder: choose another path or remove it")
         begin = time.monotonic()
-        print(f"building the demo in {out} (only once, about 15 s)", flush=True)
+        print(f"building the demo in {out} (only once)", flush=True)
         temporary = out.with_name(out.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         build(temporary, out, model)
@@ -63,10 +63,11 @@ def ensure_demo(out: Path, model: str = "dia") -> Path:
 
 
 def demo_key(out: Path, model: str) -> str:
-    """A hash of the code and libraries that build the demo, and of its path, which is stored in its files."""
+    """A hash of the code, assets and libraries that build the demo, and of its path, which is stored in its files."""
     digest = hashlib.sha256(str(out).encode())
     code = [HERE / "demo.py", HERE / "encode.py", HERE / "pairs.py", *sorted((HERE / "lib").glob("*.py"))]
-    for file in [*code, *sorted((HERE / "demos").glob("*.py"))]:
+    assets = [file for file in sorted((HERE / "assets").rglob("*")) if file.is_file()]
+    for file in [*code, *sorted((HERE / "demos").glob("*.py")), *assets]:
         digest.update(file.read_bytes())
     digest.update(json.dumps(versions("torch", "transformers", "datasets", "numpy")).encode())
     return digest.hexdigest()[:16]

@@ -86,7 +86,7 @@ from common.metrics import Meter, is_due
 from common.plan import Plan
 from common.report import say_result
 from common.runtime import Process, any_rank, init_process, run_main, say, stop_requested
-from common.sample_scores import SampleScores, best_score
+from common.sample_scores import SampleScores, best_score, demo_measures
 from common.tokens import open_tokens
 from models.dia.data import Clips
 from models.dia.evaluate import probe, token_metrics
@@ -264,12 +264,13 @@ def export(
 def train(config: Config, process: Process, ds: dict):
     """The whole run; returns the engine with the exported weights."""
     if not config.model:
-        assets = runs.demo_assets(process, "dia")
+        assets = runs.demo_assets(process, "speech")
         config = dataclasses.replace(
             config,
             model=str(assets / "dia"),
             data=str(assets / "tokens" / "train"),
             eval_data=config.eval_data or str(assets / "tokens" / "eval"),
+            **demo_measures(config, assets / "grammar.jsgf"),
         )
 
     # model and data

@@ -67,8 +67,8 @@ def main() -> None:
     print(out)
 
 
-def speak(voice: str, text: str, file: Path) -> None:
-    subprocess.run(["flite", "-voice", voice, "-t", text, "-o", file], check=True)
+def speak(voice: str, text: str, file: Path, *options: str) -> None:
+    subprocess.run(["flite", "-voice", voice, *options, "-t", text, "-o", file], check=True)
 
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ def replace_folder(draft: Path, final: Path) -> None:
 def demo_assets(process: Process, demo: str) -> Path:
     """The tiny model, codec and corpus that data/demos/<demo>.py makes, built once by a process of its own."""
     folder = ROOT / "runs" / f"demo-assets-{demo}"
-    say("embedded demo: a tiny random model and a synthetic corpus; for the real thing use --model and --data")
+    say("embedded demo: a tiny model and synthetic data; for the real thing use --model and --data")
 
     def build() -> None:
         command = [sys.executable, ROOT / "data" / "demo.py", "--out", folder, "--model", demo]

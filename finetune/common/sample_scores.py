@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +49,8 @@ class SpeechFlags(RunConfig):
     )
     wer: str = flag(
         "",
-        "word error rate of samples: pocketsphinx (English), or a folder with a speech recogniser; empty = off",
+        "word error rate of samples: pocketsphinx (English), pocketsphinx:GRAMMAR.jsgf, or a folder with a speech"
+        " recogniser; empty = off",
         group="output",
         may_change=True,
     )
@@ -77,6 +79,16 @@ def measures_of(config: RunConfig) -> list[str]:
     for name in ("similarity", "wer", "embedder"):
         words += [f"--{name}", getattr(config, name)] if getattr(config, name, "") else []
     return words + (["--dnsmos"] if getattr(config, "dnsmos", False) else [])
+
+
+def demo_measures(config: RunConfig, grammar: Path) -> dict[str, str]:
+    """Flags that score the demo's samples with the packages of requirements-scoring.txt, as far as they are there."""
+    has = {name for name in ("pocketsphinx", "resemblyzer", "webrtcvad") if find_spec(name)}
+    if len(has) < 3:
+        say("note: word error rate and speaker similarity need pip install --no-deps -r requirements-scoring.txt")
+    wer = f"pocketsphinx:{grammar}" if "pocketsphinx" in has else ""
+    similarity = "resemblyzer" if {"resemblyzer", "webrtcvad"} <= has else ""
+    return {"wer": config.wer or wer, "similarity": config.similarity or similarity}
 
 
 def asked(config: RunConfig) -> bool:

@@ -24,8 +24,8 @@ from common.runtime import forbid_codec_imports, run_main, say
 
 # Recipe -> the package in models/ that shows its clips; the demo's assets, and where in them are what.
 RECIPES = {
-    "dia_lora": ("dia", "dia", {"model": "dia", "data": "tokens/train"}),
-    "dia_full": ("dia", "dia", {"model": "dia", "data": "tokens/train"}),
+    "dia_lora": ("dia", "speech", {"model": "dia", "data": "tokens/train"}),
+    "dia_full": ("dia", "speech", {"model": "dia", "data": "tokens/train"}),
     "higgs_clone": ("higgs", "higgs", {"model": "model", "data": "tokens/train"}),
     "llama_mot": ("mot", "mot", {"model": "llama", "musicgen": "musicgen", "data": "tokens"}),
     "cmgan": ("cmgan", "pairs", {"data": "mild"}),

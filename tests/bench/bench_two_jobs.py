@@ -50,7 +50,9 @@ def measure(count: int, args, scratch: Path) -> list[dict]:
 
     steps, world = args.steps, args.ranks
     runs = [scratch / f"{count}-{number}" for number in range(count)]
-    words = f"--steps {2 * steps + 400} --samples 0 --eval-every 0 --save-every 0 --no-export".split() + support.TINY_DIA
+    words = (
+        f"--steps {2 * steps + 400} --samples 0 --eval-every 0 --save-every 0 --no-export".split() + support.TINY_DIA
+    )
     environment = {name: value for name, value in os.environ.items() if name not in support.CPU}
     jobs = []
     for run in runs:

@@ -56,6 +56,36 @@ def test_models_with_included_weights_score_samples(script, sample_folder):
     assert all(sample["similarity"] == pytest.approx(1, abs=1e-4) and sample["wer"] >= 0 for sample in scores.values())
 
 
+VOICE = Path(__file__).parents[2] / "data" / "assets" / "voice"
+
+
+def test_a_recogniser_that_knows_the_sentences_hears_the_recordings(script, tmp_path):
+    pytest.importorskip("pocketsphinx", reason="pip install --no-deps -r requirements-scoring.txt")
+    from demos.voices import sentences
+
+    waves = sorted((VOICE / "audio").glob("*.wav"))
+    assert waves
+    for wave in waves:
+        (tmp_path / wave.name).write_bytes(wave.read_bytes())
+        facts = {"text": f"[S1] {sentences()[int(wave.stem)]}"}
+        (tmp_path / wave.with_suffix(".json").name).write_text(json.dumps(facts))
+    code, out, err = script("score", "--wer", f"pocketsphinx:{VOICE}/grammar.jsgf", *sorted(tmp_path.glob("*.wav")))
+    assert code == 0, err
+    heard = {name: sample["heard"] for name, sample in json.loads(out.splitlines()[-1]).items()}
+    assert heard == {wave.stem: sentences()[int(wave.stem)] for wave in waves}
+
+
+@pytest.mark.parametrize("content", [None, "not a grammar", "#JSGF V1.0;\ngrammar a;\npublic <a> = xqzt;\n"])
+def test_a_grammar_that_cannot_be_used_is_one_sentence(script, sample_folder, content):
+    pytest.importorskip("pocketsphinx", reason="pip install --no-deps -r requirements-scoring.txt")
+    grammar = sample_folder / "words.jsgf"
+    if content:
+        grammar.write_text(content)
+    waves = sorted((sample_folder / "samples").glob("*.wav"))
+    code, _, err = script("score", "--wer", f"pocketsphinx:{grammar}", *waves)
+    assert code == 2 and "words.jsgf" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("flags", [("--similarity", "resemblyzer"), ("--wer", "pocketsphinx"), ("--wer", "nothing")])
 def test_missing_model_is_a_one_sentence_error(script, sample_folder, monkeypatch, flags):
     for name in ("resemblyzer", "pocketsphinx"):

@@ -1,0 +1,240 @@
+"""Make data/assets again: a codec, a tiny Dia that speaks, and a voice that it has never heard.
+
+    python data/demos/make_assets.py --work assets-work --out new-assets
+
+Takes about three hours on 2 cores, most of them for the codec; --codec data/assets/codec uses the one that is there.
+Stop it at any time: the same command continues. Needs flite (Debian, Ubuntu: apt-get install flite), the only
+synthesiser; its voices are free (BSD-style licences). The steps:
+
+1. data/demos/voices.py: four voices say 625 sentences each
+2. data/train_codec.py: the codec, on all of them
+3. AWB and RMS, the voices of Dia, say 585 of the sentences and parts of sentences four times each, at different
+   speeds, and SLT, the new voice, says 128 of them twice: from sentences that are said once, Dia learned them by
+   heart instead of learning to read (docs/log.md)
+4. data/encode.py; AWB is tagged [S1], RMS [S2], and SLT [S1] again
+5. finetune/dia_full.py: a tiny Dia with random weights learns to read, on 1 rank
+"""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # data/
+
+from demos.voices import WORDS, sentences, speak
+from lib.errors import UserError, command_parser, run
+from lib.store import hash_file, refuse_existing, write_json, write_jsonl
+
+DATA = Path(__file__).resolve().parents[1]
+TAGS = {"awb": "[S1]", "rms": "[S2]", "slt": "[S1]"}
+# The sentences of every voice have the same numbers, so those kept for evaluation are new to all models.
+EVAL, TRAIN, NEW = range(40), range(40, 625), range(40, 168)
+AGAIN = {"base-train": (("awb", "rms"), TRAIN, 4), "train": (("slt",), NEW, 2)}  # and how often each text is said
+ONCE = {"base-eval": ("awb", "rms"), "eval": ("slt",)}
+ORIGINALS = (0, 5, 11, 16, 22, 27, 33, 39)  # recordings that come with the new voice: those of the demo's 8 samples
+TRAINING = (
+    "--precision fp32 --steps 9000 --lr 1e-3 --warmup 100 --ema 0.998 --micro-tokens 1200 --channel-weights first4x"
+    " --text-dropout 0.1 --seed 0 --eval-every 250 --save-every 500 --keep 3 --samples 4 --sample-greedy"
+    " --sample-every 3000"
+).split()
+
+
+def main() -> None:
+    parser = command_parser(__doc__)
+    parser.add_argument("--work", required=True, type=Path, help="folder for what is made on the way")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the assets")
+    parser.add_argument("--codec", type=Path, help="use this codec instead of training one")
+    args = parser.parse_args()
+    refuse_existing(args.out)
+    if args.codec and not (args.codec / "model.safetensors").is_file():
+        raise UserError(f"--codec {args.codec} is not the folder of a codec.")
+    work = args.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+
+    make(work / "voices", "demos/voices.py")
+    codec = (args.codec or work / "codec").absolute()
+    if not args.codec:
+        settings = ["--batch", "4", "--steps", "6000", "--share", "0.35"]
+        make(codec, "train_codec.py", "--source", work / "voices", *settings)
+    for name, what in AGAIN.items():
+        speak_again(work / "voices", name, *what)
+    for name, voices in ONCE.items():
+        clips = [clip_of(voice, number) for voice in voices for number in EVAL]
+        write_jsonl(work / "voices" / f"{name}.jsonl", clips)
+    for name in (*AGAIN, *ONCE):
+        words = ["--format", "jsonl", "--source", work / "voices" / f"{name}.jsonl"]
+        make(work / "tokens" / name, "encode.py", *words, "--codec", "dac", "--codec-weights", codec)
+    train_dia(work, codec)
+    collect(work, codec, args.out)
+
+
+def make(result: Path, command: str, *words) -> None:
+    if not result.exists():
+        call([sys.executable, DATA / command, "--out", result, *words])
+
+
+def call(words: list) -> None:
+    words = [str(word) for word in words]
+    print(" ".join(words), flush=True)
+    # One thread: the same numbers on every machine with this processor, and no slower for models this small.
+    if subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode:
+        raise UserError(f"{words[1] if words[0] == sys.executable else words[0]} failed; see above.")
+
+
+def clip_of(voice: str, number: int) -> dict:
+    text = f"{TAGS[voice]} {sentences()[number]}"
+    return {"id": f"{voice}-{number:03d}", "audio": f"{voice}/{number:03d}.wav", "text": text, "speaker": voice}
+
+
+# ---- speech ----------------------------------------------------------------------------------------------------
+
+
+def speak_again(folder: Path, name: str, voices: tuple[str, ...], numbers: range, times: int) -> None:
+    """<name>.jsonl: these voices say sentences and parts of sentences several times, each time at another speed and
+    after another silence of less than two codec frames, so that no two clips have the same codes."""
+    if (folder / f"{name}.jsonl").exists():
+        return
+    (folder / "again").mkdir(exist_ok=True)
+    texts = [sentences()[number] for number in numbers] + parts_of_sentences()
+    clips, jobs = [], []
+    for voice in voices:
+        for (number, text), time in itertools.product(enumerate(texts), range(times)):
+            draw, clip = random.Random(f"{voice}{number}{time}"), f"{voice}-{number:03d}-{time}"
+            jobs.append((voice, text, folder / "again" / f"{clip}.wav", draw.uniform(0.88, 1.15), draw.randrange(640)))
+            clips.append({"id": clip, "audio": f"again/{clip}.wav", "text": f"{TAGS[voice]} {text}", "speaker": voice})
+    print(f"{name}: {len(jobs)} clips", flush=True)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda job: speak_once(*job), jobs))
+    write_jsonl(folder / f"{name}.jsonl", clips)
+
+
+def parts_of_sentences() -> list[str]:
+    """All words, all pairs of words that can follow each other, and some triples."""
+    draw, texts = random.Random(1), []
+    for first, end in itertools.combinations(range(len(WORDS) + 1), 2):
+        parts = [" ".join(words) for words in itertools.product(*WORDS[first:end])]
+        if end - first < len(WORDS):
+            texts += parts if len(parts) <= 25 else draw.sample(parts, 50)
+    return texts
+
+
+def speak_once(voice: str, text: str, file: Path, stretch: float, silence: int) -> None:
+    import numpy as np
+    import soundfile
+
+    speak(voice, text, file, "--setf", f"duration_stretch={stretch:.3f}")
+    wave, rate = soundfile.read(file, dtype="int16")
+    soundfile.write(file, np.concatenate([np.zeros(silence, "int16"), wave]), rate)
+
+
+# ---- Dia -------------------------------------------------------------------------------------------------------
+
+
+def train_dia(work: Path, codec: Path) -> None:
+    random = work / "dia-random"
+    if not random.exists():
+        save_random_dia(random, codec)
+    if (work / "dia" / "export" / "model.safetensors").exists():
+        return
+    folders = ["--model", random, "--data", work / "tokens/base-train", "--eval-data", work / "tokens/base-eval"]
+    call([DATA.parent / "launch.sh", "dia_full", "--ranks", "1", *folders, "--out", work / "dia", *TRAINING])
+
+
+def save_random_dia(folder: Path, codec: Path) -> None:
+    """A Dia of 3.5 M weights with the delays of the real one, and a vocabulary as large as the codec's codebooks."""
+    import torch
+    from transformers import (
+        DacModel,
+        DiaConfig,
+        DiaFeatureExtractor,
+        DiaForConditionalGeneration,
+        DiaProcessor,
+        DiaTokenizer,
+        GenerationConfig,
+    )
+    from transformers.models.dia.configuration_dia import DiaDecoderConfig, DiaEncoderConfig
+
+    tokenizer = DacModel.from_pretrained(codec)
+    codes = tokenizer.config.codebook_size
+    special = {"eos_token_id": codes, "pad_token_id": codes + 1, "bos_token_id": codes + 2}
+    encoder = DiaEncoderConfig(
+        num_hidden_layers=2,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=128,
+    )
+    decoder = DiaDecoderConfig(
+        num_hidden_layers=4,
+        hidden_size=192,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=32,
+        cross_num_attention_heads=6,
+        cross_num_key_value_heads=6,
+        cross_head_dim=32,
+        cross_hidden_size=128,
+        intermediate_size=512,
+        vocab_size=codes + 4,
+        max_position_embeddings=512,
+        **special,
+    )
+    torch.manual_seed(0)
+    model = DiaForConditionalGeneration(DiaConfig(encoder_config=encoder, decoder_config=decoder, **special))
+    model.generation_config = GenerationConfig(do_sample=False, max_length=512, **special)
+    draft = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    model.save_pretrained(draft)
+    extractor = DiaFeatureExtractor(
+        sampling_rate=tokenizer.config.sampling_rate, hop_length=tokenizer.config.hop_length
+    )
+    DiaProcessor(extractor, DiaTokenizer(), tokenizer).save_pretrained(draft)
+    draft.rename(folder)
+
+
+# ---- the assets ------------------------------------------------------------------------------------------------
+
+
+def collect(work: Path, codec: Path, out: Path) -> None:
+    """Without absolute paths: data/demos/speech.py sets them when it builds the demo."""
+    import torch
+    from transformers import DiaForConditionalGeneration
+
+    draft = out.with_name(out.name + ".tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(codec, draft / "codec")
+    export = work / "dia" / "export"
+    DiaForConditionalGeneration.from_pretrained(export, dtype=torch.float16).save_pretrained(draft / "dia")
+    processor = json.loads((export / "processor_config.json").read_text())
+    processor["audio_tokenizer"]["audio_tokenizer_name_or_path"] = "codec"
+    write_json(draft / "dia" / "processor_config.json", processor)
+    shutil.copy(export / "tokenizer_config.json", draft / "dia")
+
+    voice = draft / "voice"
+    for split in ("train", "eval"):
+        tokens = voice / "tokens" / split
+        shutil.copytree(work / "tokens" / split, tokens)
+        info = json.loads((tokens / "dataset.json").read_text())
+        write_json(tokens / "dataset.json", info | {"weights": "codec"})
+        sources = [json.loads(line) for line in (tokens / "sources.jsonl").read_text().splitlines()]
+        write_jsonl(tokens / "sources.jsonl", [[Path(place).name, "", sha256] for place, _, sha256 in sources])
+    (voice / "audio").mkdir()
+    for number in ORIGINALS:
+        shutil.copy(work / "voices" / "slt" / f"{number:03d}.wav", voice / "audio")
+    shutil.copy(work / "voices" / "grammar.jsgf", voice)
+    hashes = {str(file.relative_to(draft)): hash_file(file) for file in sorted(draft.rglob("*")) if file.is_file()}
+    write_json(draft / "hashes.json", hashes)
+    draft.rename(out)
+    print(f"{out}: {sum(file.stat().st_size for file in out.rglob('*')) / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    run(main)

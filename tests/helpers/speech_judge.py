@@ -1,0 +1,64 @@
+"""What a recogniser and a speaker encoder make of a Dia: generated and decoded by transformers and PEFT alone."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from helpers.support import ROOT
+
+sys.path.insert(0, str(ROOT / "data"))
+
+from score import cosine, load_embedder, load_recogniser, read_mono, word_error_rate
+
+from demos.voices import sentences
+
+RATE = 16000
+
+
+class Judge:
+    def __init__(self, demo: Path):
+        """`demo`: folder made by data/demos/speech.py."""
+        self.demo = demo
+        self.hear = load_recogniser(f"pocketsphinx:{demo}/grammar.jsgf")
+        self.embed = load_embedder("resemblyzer")
+        self.recordings = {int(file.stem): read_mono(file) for file in sorted((demo / "audio").glob("*.wav"))}
+
+    def word_errors(self, waves: dict[int, np.ndarray]) -> float:
+        """Mean word error rate of sentences, by their numbers."""
+        return float(np.mean([word_error_rate(sentences()[number], self.hear(wave)) for number, wave in waves.items()]))
+
+    def similarity(self, waves: dict[int, np.ndarray]) -> float:
+        """Mean similarity to the new voice: of each wave to all recordings of other sentences together."""
+        return float(np.mean([cosine(self.embed(wave), self._voice(number)) for number, wave in waves.items()]))
+
+    def _voice(self, number: int) -> np.ndarray:
+        return self.embed(np.concatenate([wave for other, wave in self.recordings.items() if other != number]))
+
+
+def load(demo: Path, adapter: Path | None = None):
+    """The demo's Dia, with an adapter merged into it."""
+    from peft import PeftModel
+    from transformers import DiaForConditionalGeneration
+
+    model = DiaForConditionalGeneration.from_pretrained(demo / "dia", dtype=torch.float32).eval()
+    return PeftModel.from_pretrained(model, adapter).merge_and_unload() if adapter else model
+
+
+@torch.no_grad()
+def speak(model, demo: Path, numbers, tag: str = "[S1]", mute: bool = False) -> tuple[dict[int, np.ndarray], float]:
+    """Waves of these sentences, the most likely code each time, and the share that ended by itself. `mute`: the model
+    gets no text."""
+    from transformers import DiaProcessor
+
+    processor, config = DiaProcessor.from_pretrained(demo / "dia"), model.config.decoder_config
+    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    texts = [f"{tag} {sentences()[number]}" for number in numbers]
+    inputs = processor(text=texts, return_tensors="pt", padding=True, **special)
+    if mute:
+        inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
+    ids = model.generate(**inputs, max_new_tokens=200, do_sample=False, guidance_scale=None)
+    ended = [(row[:, 0] == config.eos_token_id).any().item() and len(row) < 200 for row in ids]
+    waves = [processor.batch_decode(row[None], **special)[0] for row in ids]
+    return {number: wave.float().numpy().squeeze() for number, wave in zip(numbers, waves, strict=True)}, np.mean(ended)

@@ -34,7 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")
     add("--names", nargs="+", required=True, metavar="NAME", help="names of the samples that every step has")
-    add("--codec-weights", metavar="PATH_OR_ID", help="codec of the samples; without it, only stop rate and duration count")
+    add("--codec-weights", metavar="PATH_OR_ID", help="codec of the samples; without it, none are decoded")
     add("--embedder", metavar="FOLDER", help="audio embedding model, such as CLAP, for frechet and caption")
     add("--once", action="store_true", help="score what is there and exit")
     score.add_measures(parser)

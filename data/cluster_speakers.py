@@ -84,7 +84,7 @@ def main() -> None:
     print(f"{len(ids)} clips, {report['speakers']} speakers, of 1 clip each: {report['single']};"
           f" clips per speaker: {report['smallest']} to {report['largest']}, median {report['median']:g}")  # fmt: skip
     if report["unplaced"]:
-        print(f"{report['unplaced']} clips are near no cluster and have no speaker")
+        print(f"{report['unplaced']} clips are not near any cluster and have no speaker")
     if report["purity"] is not None:
         print(f"purity {report['purity']:.4f}, over {report['labelled']} clips whose speakers were known;"
               f" {report['split']} of these {report['known_speakers']} speakers are in several clusters")  # fmt: skip

@@ -231,7 +231,7 @@ class SampleScores:
         self._note_ceilings()
         gone = self.watcher.poll() is not None
         if len(self.expected) >= BEHIND:
-            say(f"warning: {len(self.expected)} sets of samples wait for their scores, and their checkpoints are kept")
+            say(f"warning: {len(self.expected)} sets of samples are not scored yet; their checkpoints are kept")
         arrived = [step for step in self.expected if last or gone or self._file(step).exists()]
         if not arrived:
             return []

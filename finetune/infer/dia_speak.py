@@ -209,7 +209,7 @@ def codec_frame_rate(codec: Path) -> float:
         config = DacConfig.from_pretrained(codec, local_files_only=True)
         return config.sampling_rate / config.hop_length
     except Exception as error:  # a pickle, a cut file, another model
-        raise UserError(f"--codec {codec} is no DAC that can be read ({type(error).__name__}).") from None
+        raise UserError(f"--codec {codec} is not a readable DAC codec ({type(error).__name__}).") from None
 
 
 def speak_or_merge(args) -> None:

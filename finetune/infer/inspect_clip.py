@@ -158,7 +158,7 @@ def inspect(args) -> list:
     check(dataclasses.replace(config, model=config.model or "none", data=config.data))
     if not config.model and name in ("higgs_clone", "llama_mot"):
         raise UserError(
-            f"--recipe {name} needs --model, whose tokenizer makes the tokens; --no-predictions reads no more."
+            f"--recipe {name} needs --model for its tokenizer; with --no-predictions its weights are not read."
         )
     package = importlib.import_module(f"models.{RECIPES[name][0]}.show")
     if Path(config.data, "dataset.json").is_file():  # a wrong id is found before a model is loaded

@@ -5,7 +5,7 @@
 
 DIR is a token dataset of MusicGen's EnCodec (data/encode.py --codec encodec --format musiccaps makes one).
 ./launch.sh llama_mot --model ... does the same and chooses the number of ranks. The embedded demo runs on a laptop in a
-minute; the second line needs no DeepSpeed (one CPU, Apple or NVIDIA GPU):
+minute; the second line needs no DeepSpeed (one process, on a CPU, Apple GPU or NVIDIA GPU):
 
     deepspeed finetune/llama_mot.py --ds ds_configs/zero2.json --steps 20 --samples 1
     python finetune/llama_mot.py --no-deepspeed --steps 20 --samples 1

@@ -112,9 +112,7 @@ class RunConfig:
     needs_pesq: ClassVar[bool] = False  # the one required package that set-up leaves out where it cannot be compiled
     given: ClassVar[frozenset[str]] = frozenset()  # of one config: the flags that the user has set
 
-    ds: str = flag(
-        "ds_configs/zero2.json", "DeepSpeed config file (also --deepspeed_config)", group="run", may_change=True
-    )
+    ds: str = flag("ds_configs/zero2.json", "DeepSpeed config file", group="run", may_change=True)
     model: str = flag("", "pretrained model: hub id or local folder; empty = the tiny demo model", group="run")
     # Data is recognised by its content, so the folder may move.
     data: str = flag("", "training data: token dataset folder; empty = the demo corpus", group="run", may_change=True)
@@ -224,7 +222,7 @@ class RunConfig:
     )
     keep_every: int = flag(
         0,
-        "also keep a checkpoint every this many steps, a multiple of --save-every; 0 = off",
+        "also keep checkpoints at multiples of this many steps, itself a multiple of --save-every; 0 = off",
         group="output",
         low=0,
         may_change=True,

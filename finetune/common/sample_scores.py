@@ -36,7 +36,7 @@ TIE = 1e-9  # weight of the loss: of two checkpoints with equal scores, the one 
 class SpeechFlags(RunConfig):
     best_by: Literal["loss", "wer", "similarity", "dnsmos", "stop", "duration"] = flag(
         "loss",
-        "what selects the best checkpoint: the loss, or of its samples wer, similarity, dnsmos (needs the flag of that"
+        "what selects the best checkpoint: the loss, or its samples' wer, similarity, dnsmos (needs the flag of that"
         " name), stop (how many end by themselves) or duration (closest to the expected length)",
         group="output",
     )
@@ -61,7 +61,7 @@ class SpeechFlags(RunConfig):
 class MusicFlags(RunConfig):
     best_by: Literal["loss", "frechet", "caption", "stop", "duration"] = flag(
         "loss",
-        "what selects the best checkpoint: the loss, or of its samples frechet (distance to the recordings), caption"
+        "what selects the best checkpoint: the loss, or its samples' frechet (distance to the recordings), caption"
         " (agreement; both need --embedder), stop (how many end by themselves) or duration (as long as the recording)",
         group="output",
     )

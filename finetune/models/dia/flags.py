@@ -47,7 +47,7 @@ class DiaFlags(SpeechFlags):
     )
     voice_prompt_seconds: float = flag(10.0, "longest clip used as that context, in seconds", low=0.1)
     channel_weights: Literal["equal", "first4x"] = flag(
-        "equal", "loss weights of the codebooks; first4x = the first 4 x"
+        "equal", "loss weights of the codebooks; first4x: 4 for the first, 1 for the others"
     )
     eos_weight: float = flag(1.0, "loss weight of the end-of-speech token", low=0)
     min_eos_recall: float = flag(

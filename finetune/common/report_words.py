@@ -129,9 +129,9 @@ def _phrase(name: str, value, facts: dict) -> str:
     if name == "duration_ratio":
         return f"{value:.2f} times the expected length"
     if name == "repeats":
-        return f"{100 * value:.0f} % of its frames repeat the one before"
+        return f"{100 * value:.0f} % of its frames repeat the previous one"
     if name == "codes_as_recorded":
-        return f"{100 * value:.0f} % of its codes are as recorded"
+        return f"{100 * value:.0f} % of its codes match the recording"
     if name == "silent":
         longest = facts.get("longest_silence")
         if value < 0.005:
@@ -140,6 +140,6 @@ def _phrase(name: str, value, facts: dict) -> str:
     if name == "clipped":
         return f"{100 * value:.1f} % clipped" if value >= 0.0005 else "no clipping"
     if name == "bad_ids":
-        return f"{value:g} codes that do not exist" if value else ""
+        return f"{value:g} invalid codes" if value else ""
     measure = measure_of(name)
     return f"{measure.label} {number(value, measure.unit)}"

@@ -455,5 +455,5 @@ def test_numbers_and_facts_in_words():
     assert [duration(value) for value in (4.21, 600, 7260)] == ["4.2 s", "10 min", "2 h 1 min"]
     facts = {"name": "a", "seconds": 1.5, "repeats": 0.25, "silent": 0.5, "longest_silence": 0.4, "clipped": 0.0}
     assert facts_in_words(facts | {"wer": 0.125, "odd_fact": 2}) == [
-        "1.50 s long", "25 % of its frames repeat the one before", "50 % silence, up to 0.4 s at once", "no clipping",
+        "1.50 s long", "25 % of its frames repeat the previous one", "50 % silence, up to 0.4 s at once", "no clipping",
         "word error rate 12.5 %", "odd fact 2"]  # fmt: skip

@@ -54,7 +54,7 @@ setup() {
         return
     fi
     local key stamp python
-    key=$(sha256sum "$root/requirements.txt" | cut -c1-16)
+    key=$(cat "$root"/requirements*.txt | sha256sum | cut -c1-16)
     stamp=$venv/.ready-$key
     [[ -e $stamp ]] && return
     # Two commands started at once must not install at the same time.
@@ -98,13 +98,17 @@ install_packages() {
     while sleep 15 >/dev/null 2>&1; do echo "installing: $(du -sm "$venv" | cut -f1) MB so far"; done 9>&- &
     progress=$!
     trap 'kill "$progress"' EXIT
-    if ! command -v uv >/dev/null || ! uv pip install --quiet --python "$venv/bin/python" -r "$requirements"; then
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements" \
-            2> >(grep -v '^WARNING: Location' >&2) ||
-            fail "the packages in requirements.txt could not be installed; the same command tries again."
-    fi
+    pip_install -r "$requirements" ||
+        fail "the packages in requirements.txt could not be installed; the same command tries again."
+    pip_install --no-deps -r "$root/requirements-scoring.txt" ||
+        echo "warning: the demo will not print word error rate and speaker similarity." >&2
     trap - EXIT
     kill "$progress"
+}
+
+pip_install() {
+    if command -v uv >/dev/null && uv pip install --quiet --python "$venv/bin/python" "$@"; then return; fi
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2)
 }
 
 can_compile() {

@@ -8,7 +8,8 @@
 resemblyzer webrtcvad-wheels); a folder must hold an x-vector model in transformers format.
 
 --wer: word error rate against "text" in the .json next to the sample. `pocketsphinx` includes a rough English model
-(pip install pocketsphinx); a folder must hold a speech recogniser in transformers format, such as Whisper.
+(pip install pocketsphinx), which is good if it knows the possible sentences: `pocketsphinx:FILE` names a JSGF grammar.
+A folder must hold a speech recogniser in transformers format, such as Whisper.
 
 --dnsmos: overall quality from 1 to 5 as DNSMOS predicts it (pip install speechmos; it includes its weights).
 
@@ -52,7 +53,11 @@ def add_measures(parser: argparse.ArgumentParser) -> None:
         metavar="NAME_OR_FOLDER",
         help="speaker encoder: resemblyzer, or the folder of an x-vector model",
     )
-    add("--wer", metavar="NAME_OR_FOLDER", help="speech recogniser: pocketsphinx, or the folder of a model")
+    add(
+        "--wer",
+        metavar="NAME_OR_FOLDER",
+        help="speech recogniser: pocketsphinx, pocketsphinx:GRAMMAR.jsgf, or the folder of a model",
+    )
     add("--dnsmos", action="store_true", help="predicted quality from 1 to 5 (package speechmos)")
 
 
@@ -164,12 +169,20 @@ def load_dnsmos() -> Callable:
 
 def load_recogniser(name: str) -> Callable:
     """A function from samples to the recognised text."""
-    if name == "pocketsphinx":
+    engine, _, grammar = name.partition(":")
+    if engine == "pocketsphinx":
         try:
             from pocketsphinx import Decoder
         except ImportError:
             raise UserError("--wer pocketsphinx is not installed: pip install pocketsphinx") from None
-        decoder = Decoder(samprate=RATE, loglevel="FATAL")
+        if grammar and not Path(grammar).is_file():
+            raise UserError(f"--wer {name}: there is no grammar {grammar}")
+        try:
+            decoder = Decoder(samprate=RATE, loglevel="FATAL", **({"jsgf": grammar} if grammar else {}))
+        except RuntimeError:  # it says no more than that
+            raise UserError(
+                f"--wer {name}: pocketsphinx cannot read this JSGF grammar, or lacks one of its words"
+            ) from None
 
         def recognise(wave) -> str:
             decoder.start_utt()

@@ -553,8 +553,12 @@ add("dia-text-mask", FILE, "ids[row, : len(text)], mask[row, : len(text)] = text
     "models/dia/test_data.py::test_the_mask_comes_from_lengths_not_from_ids")
 FILE = "finetune/models/dia/evaluate.py"
 METRIC = "models/dia/test_evaluate.py::test_evaluation_equals_sums_over_the_models_own_logits"
-add("dia-text-gap-sign", FILE, '(total["loss_without_text"] - loss.sum())',
-    '(loss.sum() - total["loss_without_text"])', "the text gap's sign", METRIC)
+add("dia-text-gap-sign", FILE, '(total["loss_other_text"] - loss.sum())',
+    '(loss.sum() - total["loss_other_text"])', "the text gap's sign", METRIC)
+add("dia-onsets-shifted", FILE, "(labels_nc[:, 0] != before_n)", "(labels_nc[:, 0] == before_n)",
+    "onsets where nothing changes", METRIC)
+add("dia-own-text", FILE, "for k in range(1, len(clips))", "for k in range(2, len(clips))",
+    "another clip than the next one lends its text", METRIC)
 add("dia-false-alarm", FILE, "(predicts_end & ~is_end & is_target[:, 0])", "(predicts_end & ~is_end)",
     "padding counts as a false end", METRIC)
 FILE = "finetune/models/dia/generate.py"

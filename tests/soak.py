@@ -40,7 +40,7 @@ STEPS, SAVE_EVERY = 50, 5
 JOB = (
     f"--lora-groups attn --lora-rank 4 --lora-dropout 0.1 --precision fp32 --lr 3e-3 --warmup 2 --steps {STEPS}"
     f" --micro-tokens 400 --ema 0.9 --samples 0 --eval-every 25 --save-every {SAVE_EVERY}"
-).split()
+).split() + support.TINY_DIA
 POLITE = {"term": signal.SIGTERM, "usr1": signal.SIGUSR1, "int": signal.SIGINT}
 SIGNALS = {"kill": signal.SIGKILL, **POLITE}
 STOPPED = 75  # exit code of a run that a signal has stopped
@@ -184,7 +184,7 @@ class Forked:
         catch_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE.values())
         words = ["--ds", str(ROOT / "ds_configs/zero2.json"), *JOB, "--out", str(run)]
-        run_main(dia_lora.main, parse_args(dia_lora.Config, "", words, demo=dia_lora.DEMO))
+        run_main(dia_lora.main, parse_args(dia_lora.Config, "", words))
 
     def _poll(self) -> None:
         for pid in set(self.pids) - set(self.codes):
@@ -280,7 +280,7 @@ def run_whole(run: Path) -> Path:
     """Trains without interruption; returns the run folder."""
     from demo import ensure_demo
 
-    ensure_demo(ROOT / "runs" / "demo-assets-dia")  # where the recipe looks for it
+    ensure_demo(support.DIA)
     import torch
 
     import dia_lora  # noqa: F401  once, before the forks

@@ -83,6 +83,7 @@ def test_an_environment_without_python_is_refused(tmp_path):
 
 def test_set_up_runs_once_per_requirements_txt(tmp_path):
     shutil.copy(LAUNCH, tmp_path)
+    (tmp_path / "requirements-scoring.txt").write_text("# nothing\n")
     (tmp_path / "requirements.txt").write_text("# nothing\n")
 
     def setup() -> str:
@@ -99,6 +100,7 @@ def test_set_up_runs_once_per_requirements_txt(tmp_path):
 
 def test_a_failed_set_up_does_not_count_as_ready(tmp_path):
     shutil.copy(LAUNCH, tmp_path)
+    (tmp_path / "requirements-scoring.txt").write_text("# nothing\n")
     (tmp_path / "requirements.txt").write_text("./no-such-package\n")
     environment = {k: v for k, v in support.environment().items() if k != "AUDIO_FINETUNE_ENV"}
     for _ in range(2):
@@ -107,15 +109,18 @@ def test_a_failed_set_up_does_not_count_as_ready(tmp_path):
     assert not list((tmp_path / ".venv").glob(".ready-*"))
 
 
-TOOLS = "bash cut dirname du env flock grep ls mkdir mktemp rm sed sha256sum sleep touch"
+TOOLS = "bash cat cut dirname du env flock grep ls mkdir mktemp rm sed sha256sum sleep touch"
 # By its real path: a version manager's shim finds nothing on such a PATH.
 PYTHON = f'exec "{os.path.realpath(sys.executable)}" "$@"'
 
 
-def set_up_with(tools: dict[str, str], folder: Path, requirements: str) -> subprocess.CompletedProcess:
+def set_up_with(
+    tools: dict[str, str], folder: Path, requirements: str, broken_scoring: bool = False
+) -> subprocess.CompletedProcess:
     """`launch.sh setup` where only TOOLS and these scripts can be found."""
     shutil.copy(LAUNCH, folder)
     (folder / "requirements.txt").write_text(requirements)
+    (folder / "requirements-scoring.txt").write_text("./no-such-package-either\n" if broken_scoring else "# nothing\n")
     (folder / "bin").mkdir()
     for tool in TOOLS.split():
         (folder / "bin" / tool).symlink_to(shutil.which(tool))
@@ -135,7 +140,15 @@ def test_without_a_compiler_set_up_leaves_out_pesq_and_says_so(tmp_path):
 def test_set_up_uses_uv_where_it_is_installed(tmp_path):
     done = set_up_with({"cc": "", "uv": 'echo "$@" >> "$HOME/uv.log"'}, tmp_path, "./no-such-package\n")
     assert done.returncode == 0, done.stderr  # pip would have refused
-    assert (tmp_path / "uv.log").read_text().endswith(f"-r {tmp_path}/requirements.txt\n")
+    first, second = (tmp_path / "uv.log").read_text().splitlines()
+    assert first.endswith(f"-r {tmp_path}/requirements.txt")
+    assert second.endswith(f"--no-deps -r {tmp_path}/requirements-scoring.txt")
+
+
+def test_what_only_scores_samples_may_be_missing(tmp_path):
+    done = set_up_with({"cc": ""}, tmp_path, "# nothing\n", broken_scoring=True)
+    assert done.returncode == 0 and "will not print word error rate and speaker similarity" in done.stderr
+    assert list((tmp_path / ".venv").glob(".ready-*"))
 
 
 def test_if_uv_fails_pip_installs_and_what_was_installed_stays(tmp_path):

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 JOB = (
     "--lora-groups attn --lora-rank 4 --lora-dropout 0.1 --precision fp32 --lr 3e-3 --warmup 2 --steps 60 "
     "--micro-tokens 400 --ema 0.9 --samples 0 --eval-every 0 --save-every 20"
-).split()
+).split() + support.TINY_DIA
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from common.runtime import say
 
 PAGE = Path(__file__).parent / "report_page"
 TILES = 6
+ROWS = 8  # of the table at the end of a run
 LISTED = 20  # ids of skipped clips, and reasons for rejected ones
 WAITING = 0.2  # share of the time waiting for data that is worth a warning
 PADDED = 0.3  # share of padding
@@ -49,7 +50,7 @@ def closing_table(run: Path) -> list[str]:
     facts = read_run(run)
     after = shown_evaluation(facts)
     before = base_evaluation(facts)
-    names = [name for name in headline_names(facts) if name in after][:TILES]
+    names = [name for name in headline_names(facts) if name in after][:ROWS]
     ceilings = {record.get("of"): record for record in events(facts, "ceiling")}
     noisy = {name: after.get(f"noisy_{name}") for name in names}
     columns = {

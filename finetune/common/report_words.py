@@ -15,7 +15,8 @@ MEASURES = {
     "loss": Measure("evaluation loss", "low", note="on clips that were not trained on"),
     "accuracy": Measure("code accuracy", "high", "%", "codes whose most likely value is right"),
     "accuracy_first": Measure("first codebook accuracy", "high", "%"),
-    "text_gap": Measure("text gap", "high", note="increase in loss without the text; near 0, the text is ignored"),
+    "text_gap": Measure("text gap", "high", note="increase in loss with the wrong text; near 0, the text is ignored"),
+    "text_gap_onsets": Measure("text gap at onsets", "high", note="the same, first codebook, where a sound begins"),
     "gap": Measure("voice gap", "high", note="increase in loss with another voice; near 0, the reference is ignored"),
     "eos_loss": Measure("end token loss", "low"),
     "end_loss": Measure("end token loss", "low"),
@@ -58,8 +59,8 @@ MEASURES = {
 
 # What the top of the page shows, the first of these that were measured.
 HEADLINES = (
-    "wer similarity dnsmos pesq si_sdr stoi estoi loss stop_rate text_gap gap caption_gain accuracy accuracy_first"
-    " eos_recall kbps"
+    "wer similarity dnsmos pesq si_sdr stoi estoi loss text_gap_onsets eos_recall stop_rate duration_ratio text_gap gap"
+    " caption_gain accuracy accuracy_first kbps"
 ).split()
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     from demo import ensure_demo
 
-    ensure_demo(ROOT / "runs" / "demo-assets-dia")
+    ensure_demo(support.DIA)
     print(f"{os.cpu_count()} cores, jobs of {args.ranks} ranks, {args.steps} steps after {WARM_UP}\n")
     print("| | steps/s | processor ms per step and rank | of which system | switches per step: voluntary | forced |")
     print("|---|---|---|---|---|---|")
@@ -50,7 +50,7 @@ def measure(count: int, args, scratch: Path) -> list[dict]:
 
     steps, world = args.steps, args.ranks
     runs = [scratch / f"{count}-{number}" for number in range(count)]
-    words = f"--steps {2 * steps + 400} --samples 0 --eval-every 0 --save-every 0 --no-export".split()
+    words = f"--steps {2 * steps + 400} --samples 0 --eval-every 0 --save-every 0 --no-export".split() + support.TINY_DIA
     environment = {name: value for name, value in os.environ.items() if name not in support.CPU}
     jobs = []
     for run in runs:

@@ -14,6 +14,8 @@ from helpers.warm_ranks import WarmRank
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
+DIA = ROOT / "runs" / "demo-assets-dia"  # the fixture `demo`: a Dia with random weights, much smaller than the demo's
+TINY_DIA = ["--model", str(DIA / "dia"), "--data", str(DIA / "tokens/train"), "--eval-data", str(DIA / "tokens/eval")]
 CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 
 

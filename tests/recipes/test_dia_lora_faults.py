@@ -26,7 +26,7 @@ JOB = (
 
 
 def job(run, ds="ds_configs/zero2.json") -> list[str]:
-    return ["--ds", str(support.ROOT / ds), *JOB, "--out", str(run)]
+    return ["--ds", str(support.ROOT / ds), *support.TINY_DIA, *JOB, "--out", str(run)]
 
 
 @pytest.fixture(scope="module")

@@ -164,17 +164,21 @@ def test_evaluation_equals_sums_over_the_models_own_logits(tiny_dia, make_clips,
     with torch.no_grad():  # let EOS win sometimes, so that recall and false alarm have something to count
         model.logits_dense.weight[1024] *= 6
     found = token_metrics(model, clips, ONE_RANK)
-    total = muted = correct = count = eos_loss = hits = alarms = frames = 0
+    total = other = correct = count = eos_loss = hits = alarms = frames = onset_gap = onsets = 0
     channel = np.zeros(9)
     for i in range(4):
-        batch = clips.batch([i])
+        batch, following = clips.batch([i]), clips.batch([(i + 1) % 4])
         labels = batch["labels"][0]
         real = labels != IGNORE
-        for text in (batch["input_ids"], torch.zeros_like(batch["input_ids"])):
-            logits = hf_logits(model, batch | {"input_ids": text})[0]
+        new = [0] + [t for t in range(1, len(codes[i])) if codes[i][t, 0] != codes[i][t - 1, 0]] + [len(codes[i])]
+        for text in (batch, following):
+            words = {name: text[name] for name in ("input_ids", "attention_mask")}
+            logits = hf_logits(model, batch | words)[0]
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
             losses = losses.view_as(labels)
-            if text.any():
+            onset_gap += float(losses[new, 0].sum()) * (1 if text is following else -1)
+            if text is batch:
+                onsets += len(new)
                 best = logits.argmax(-1)
                 total, count = total + float(losses.sum()), count + int(real.sum())
                 correct += int((best == labels)[real].sum())
@@ -185,12 +189,13 @@ def test_evaluation_equals_sums_over_the_models_own_logits(tiny_dia, make_clips,
                 inside = real[:, 0] & ~at_end
                 alarms, frames = alarms + int((best[inside, 0] == 1024).sum()), frames + int(inside.sum())
             else:
-                muted += float(losses.sum())
+                other += float(losses.sum())
     assert alarms and frames == sum(map(len, codes))
     expected = {
         "loss": total / count,
         "accuracy": correct / count,
-        "text_gap": (muted - total) / count,
+        "text_gap": (other - total) / count,
+        "text_gap_onsets": onset_gap / onsets,
         "eos_loss": eos_loss / (4 * 9),
         "eos_recall": hits / 4,
         "eos_false_alarm": alarms / frames,

@@ -2,7 +2,7 @@
 # The one command for everything; also a SLURM batch script (sbatch --nodes 2 launch.sh dia_lora ...).
 #   ./launch.sh setup [--with-slurm]         make .venv from requirements.txt (every other command does so when needed);
 #               [--with-browser]             also install SLURM, or Chromium (Debian, root), which the tests then use
-#   ./launch.sh doctor                       what this machine has, and what the recipes can use of it
+#   ./launch.sh doctor                       print what this machine has, and what the recipes can use
 #   ./launch.sh demo                         fine-tune a tiny Dia on a synthetic corpus, end to end
 #   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others
 #   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score,
@@ -10,17 +10,17 @@
 #   ./launch.sh RECIPE [--ranks N] [flags]   train with finetune/RECIPE.py under DeepSpeed: on all GPUs, or as 2 ranks
 #                                            on a CPU; RECIPE: dia_lora, dia_full, higgs_clone, llama_mot, cmgan,
 #                                            diffusion_buffer
-#   ./launch.sh speak --run RUN --text TEXT --wav FILE   use a trained run (Dia, Higgs Audio); --help lists the flags
-#   ./launch.sh generate --run RUN [flags]               music from a llama_mot run
+#   ./launch.sh speak --run RUN --text TEXT --wav FILE   speak with a Dia or Higgs Audio run; --help lists the flags
+#   ./launch.sh generate --run RUN [flags]               generate music with a llama_mot run
 #   ./launch.sh enhance --run RUN [flags]                clean noisy recordings with a cmgan or diffusion_buffer run
 #   ./launch.sh diagnose --run RUN                       check such a run: loss, labels, data, output, machine
 #   ./launch.sh convert --run RUN [--step N] [--out DIR] export any checkpoint of any run; the best by default
-#   ./launch.sh report RUN...                            write RUN/report.html again; several runs: compare them
+#   ./launch.sh report RUN...                            write RUN/report.html again, or compare several runs
 #   ./launch.sh watch RUN [--port N]                     show the report in a browser while RUN trains
 #   ./launch.sh push --run RUN owner/name                upload its export to the Hugging Face hub, with a model card
-#   ./launch.sh inspect --recipe RECIPE [flags]          see what is trained on one clip: tokens, labels, masks, loss
+#   ./launch.sh inspect --recipe RECIPE [flags]          show one clip as it is trained: tokens, labels, masks, loss
 #   ./launch.sh slurm [sbatch options] RECIPE [flags]    train as a SLURM job that resumes after its time limit
-#   ./launch.sh slurm --array=0-7 encode [arguments]     encode in 8 SLURM jobs, and merge their parts in a last one
+#   ./launch.sh slurm --array=0-7 encode [arguments]     encode in 8 SLURM jobs, and merge their parts in a final one
 # AUDIO_FINETUNE_ENV=/path/to/venv uses that environment as it is and installs nothing.
 # Exit codes of a recipe: 0 finished; 75 stopped by a signal with everything saved, run the same command to resume;
 # 2 a mistake in the command or the data; anything else is a failure.

@@ -3,9 +3,9 @@
     python data/check.py tokens/train tokens/eval
     python data/check.py tokens/train --listen 5 --codec-weights descript/dac_44khz
 
-Prints hours, lengths, speakers and texts, and every problem that training would refuse (exit code 1). Several
-datasets are also compared: the same id, group or audio in two splits is a leak. A plot of the lengths and the clips to
-listen to are written to DIR.check.
+Prints hours, lengths, speakers and texts, and every problem for which training would refuse the dataset (exit code 1).
+Several datasets are also compared: the same id, group or audio in two splits is a leak. A plot of the lengths and the
+clips of --listen are written to DIR.check.
 """
 
 import argparse
@@ -32,7 +32,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("datasets", nargs="+", type=Path, metavar="DIR", help="datasets made by encode.py or pairs.py")
     add(
-        "--listen", type=between(int, 0), default=0, metavar="K", help="write K evenly spaced clips as wav (default: 0)"
+        "--listen",
+        type=between(int, 0),
+        default=0,
+        metavar="K",
+        help="write K evenly spaced clips as .wav (default: 0)",
     )
     add("--codec-weights", metavar="PATH_OR_ID", help="codec for --listen (default: the one named in dataset.json)")
     return parser.parse_args(argv)

@@ -1,13 +1,13 @@
-"""Find out which clips are by the same speaker, and write that as their labels.
+"""Find out which clips are by the same speaker, and label them.
 
     python data/cluster_speakers.py tokens/train --embedder resemblyzer --out tokens/train_speakers
 
 Each clip's voice becomes an embedding, and clips are joined by average linkage while their mean cosine distance is at
 most --threshold. Clips that have a speaker keep it; the others of their cluster get it too, or a name such as
-speaker-0001. Prints the sizes of the clusters and, where speakers were known, their purity: the share of labelled clips
-that are by the most frequent speaker of their cluster.
+speaker-0001. Prints the cluster sizes and, where speakers were known, the purity: the fraction of labelled clips that
+are by the most frequent speaker of their cluster.
 
-The recording is heard if its file is still where data/encode.py read it, otherwise the codes, decoded.
+Uses the original recording if its file is still where data/encode.py read it, otherwise decodes the codes.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main() -> None:
     print(f"{len(ids)} clips, {report['speakers']} speakers, of 1 clip each: {report['single']};"
           f" clips per speaker: {report['smallest']} to {report['largest']}, median {report['median']:g}")  # fmt: skip
     if report["unplaced"]:
-        print(f"{report['unplaced']} clips are near no cluster and have no speaker")
+        print(f"{report['unplaced']} clips are not near any cluster and have no speaker")
     if report["purity"] is not None:
         print(f"purity {report['purity']:.4f}, over {report['labelled']} clips whose speakers were known;"
               f" {report['split']} of these {report['known_speakers']} speakers are in several clusters")  # fmt: skip

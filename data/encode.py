@@ -84,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--stereo",
         action="store_true",
-        help="dac: encode left and right separately (18 channels: 9 of the left, then 9 of the right)",
+        help="dac: encode left and right separately (18 channels: 9 left, then 9 right)",
     )
     add(
         "--loudness",
@@ -103,7 +103,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--max-reject",
         type=between(float, 0, 1),
         default=0.01,
-        help="exit with code 1 above this share of rejects (default: 0.01)",
+        help="exit with code 1 if more than this fraction is rejected (default: 0.01)",
     )
     add = parser.add_argument_group("parallel encoding").add_argument
     add(

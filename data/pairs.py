@@ -89,7 +89,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--max-reject",
         type=between(float, 0, 1),
         default=0.01,
-        help="exit with code 1 above this share of rejects (default: 0.01)",
+        help="exit with code 1 if more than this fraction is rejected (default: 0.01)",
     )
     workers = min(8, len(os.sched_getaffinity(0)))
     add("--workers", type=between(int, 1), default=workers, help="number of processes (default: CPU cores, at most 8)")

@@ -6,12 +6,12 @@
 The result is a `DacModel` folder of transformers. Training takes two phases, because a quantizer that starts from
 random codebooks collapses before encoder and decoder have learned anything:
 
-1. encoder and decoder alone, an autoencoder without quantizer (--share of the steps);
-2. each codebook is set from what the ones before it left over (principal directions, k-means), then everything is
-   trained together.
+1. encoder and decoder alone, an autoencoder without a quantizer (--share of the steps);
+2. each codebook is initialised from the residual of the ones before it (principal directions, k-means), then
+   everything is trained together.
 
 The loss compares log-mel spectra at four resolutions, the waveform, and in phase 2 the latents with their codes. There
-is no discriminator, so the sound is a little buzzy. Stop it at any time: the same command continues where it was.
+is no discriminator, so the sound is a little buzzy. Stop it at any time: the same command continues where it stopped.
 """
 
 import argparse
@@ -43,10 +43,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="downsampling of the encoder's stages; their product is the hop (default: 5 4 4 4, 50 frames/s at 16 kHz)",
     )
     parser.add_argument(
-        "--encoder-width", type=between(int, 1), default=8, help="channels of its first stage (default: 8)"
+        "--encoder-width", type=between(int, 1), default=8, help="channels in the encoder's first stage (default: 8)"
     )
     parser.add_argument(
-        "--decoder-width", type=between(int, 1), default=256, help="channels before its first stage (default: 256)"
+        "--decoder-width",
+        type=between(int, 1),
+        default=256,
+        help="channels before the decoder's first stage (default: 256)",
     )
     parser.add_argument(
         "--codebooks", type=between(int, 1), default=9, help="number of codebooks (default: 9, as in Dia)"
@@ -56,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--codebook-dim", type=between(int, 1), default=8, help="dimensions of an entry (default: 8)")
     parser.add_argument("--steps", type=between(int, 1), default=6000, help="training steps (default: 6000)")
-    parser.add_argument("--share", type=float, default=0.4, help="share of the steps without quantizer (default: 0.4)")
+    parser.add_argument("--share", type=float, default=0.4, help="fraction of steps without quantizer (default: 0.4)")
     parser.add_argument("--batch", type=between(int, 1), default=8, help="crops per step (default: 8)")
     parser.add_argument(
         "--crop", type=between(float, 0, above=True), default=0.5, help="seconds per crop (default: 0.5)"
@@ -71,7 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--eval-every", type=between(int, 1), default=500, help="steps between evaluations (default: 500)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and crops (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of weights and crops (default: 0)")
     return parser.parse_args(argv)
 
 

@@ -1,11 +1,11 @@
-"""Decode and score the samples of a run while it trains, in one process beside it.
+"""Decode and score the samples of a run while it trains.
 
     python data/watch.py runs/NAME --once --codec-weights DIR --wer pocketsphinx --names clip-0000 clip-0007
 
 The recipes start it for --wer, --similarity, --dnsmos, --embedder and --best-by. It watches runs/NAME/samples: as soon
 as a folder holds the codes of all --names, they become audio (as by data/decode.py) and are scored (as by
 data/score.py). runs/NAME/scores/FOLDER.json then holds their means and each sample's own scores. The recordings and
-their codec resynthesis (original, recorded) are scored once: no model can be expected to do better.
+their codec resynthesis (original, recorded) are scored once, as the best that a model can be expected to reach.
 
 --embedder DIR: a local audio model in transformers format. `frechet` is the distance between its embeddings of the
 samples and of the recorded clips; `caption`, with a model such as CLAP, how well samples and their captions agree.
@@ -33,8 +33,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")
-    add("--names", nargs="+", required=True, metavar="NAME", help="the samples of every step")
-    add("--codec-weights", metavar="PATH_OR_ID", help="codec of the samples; without it only facts are averaged")
+    add("--names", nargs="+", required=True, metavar="NAME", help="names of the samples that every step has")
+    add("--codec-weights", metavar="PATH_OR_ID", help="codec of the samples; without it, none are decoded")
     add("--embedder", metavar="FOLDER", help="audio embedding model, such as CLAP, for frechet and caption")
     add("--once", action="store_true", help="score what is there and exit")
     score.add_measures(parser)

@@ -33,12 +33,12 @@ class Config(DiaFlags):
         low=1e-6,
         high=1e-2,
     )
-    channels: int = flag(0, "0 = as in the checkpoint; twice its number widens mono to stereo", low=0)
+    channels: int = flag(0, "audio channels; 0 = the checkpoint's; twice as many = stereo", low=0)
     freeze: list[str] = flag([], "what not to train: encoder, embeddings, first:K (the K lowest layers)")
     layer_decay: float = flag(
         1.0, "layer-wise learning-rate decay: each layer's rate relative to the one above", low=0.1, high=1
     )
-    rehearsal: str = flag("", "DIR:SHARE of a token dataset mixed in against forgetting, such as base-tokens:0.1")
+    rehearsal: str = flag("", "DIR:SHARE: token dataset to mix in against forgetting, such as base-tokens:0.1")
 
 
 DEMO = {

@@ -34,12 +34,12 @@ class Config(DiaFlags):
     lora_rank: int = flag(16, "LoRA rank r", low=1)
     lora_alpha: float = flag(16.0, "LoRA alpha: the update is scaled by alpha / r", low=0)
     lora_dropout: float = flag(0.05, "dropout on the input of the LoRA update", low=0, high=0.95)
-    group_ranks: list[str] = flag([], "other LoRA ranks for some groups, such as dec_cross=32")
+    group_ranks: list[str] = flag([], "LoRA ranks of individual groups, such as dec_cross=32")
     rslora: bool = flag(False, "rank-stabilised LoRA: scale by alpha / sqrt(r)")
     dora: bool = flag(False, "weight-decomposed LoRA (DoRA)")
     channels: int = flag(
         0,
-        "0 = as in the checkpoint; twice its number: stereo, with the audio embedding and the head trained too",
+        "audio channels; 0 = the checkpoint's; twice as many = stereo, which also trains audio embedding and head",
         low=0,
     )
     quantize: Literal["none", "8bit", "4bit"] = flag("none", "load the frozen base in 8 or 4 bits (bitsandbytes)")

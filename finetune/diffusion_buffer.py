@@ -5,7 +5,7 @@
         --hold-out p286 --lr 5e-5 --warmup 500 --out runs/tuned
 
 pairs/train is a dataset of noisy/clean pairs at 16 kHz (data/pairs.py makes one). The first command trains from
-scratch; --model takes an export of this recipe or a Lightning checkpoint of the official code. Before and after:
+scratch; --model takes an export of this recipe or a Lightning checkpoint of the official code. To check, then to use:
 
     python finetune/infer/diagnose.py --recipe diffusion_buffer
     python finetune/infer/enhance.py --run runs/live --source noisy_wavs --out enhanced --delay 5
@@ -56,7 +56,7 @@ class Config(PairConfig):
         low=1,
     )  # fmt: skip
     drop: float = flag(
-        0.5, "plateau: factor of each drop of the learning rate, down to --min-lr-ratio", group="schedule", low=0.01,
+        0.5, "plateau: factor by which the learning rate drops, down to --min-lr-ratio", group="schedule", low=0.01,
         high=1,
     )  # fmt: skip
     weight_decay: float = flag(0.0, "weight decay of matrices; 0 = off", group="optimizer", low=0)
@@ -79,14 +79,14 @@ class Config(PairConfig):
         "ncsnpp: the network of the first paper; ncsnpp_large: the official trainer's default size of it; block_causal:"
         " the network of the second paper",
     )
-    width: int = flag(0, "channels of the first scale; 0 = as published (ncsnpp 96, the others 128)", low=0)
+    width: int = flag(0, "channels at the first scale; 0 = as published (ncsnpp 96, the others 128)", low=0)
     block: Literal[16, 32] = flag(32, "block_causal: frames per block")
     n_fft: int = flag(510, "STFT window length in samples", low=30)
     hop: int = flag(256, "samples between STFT frames", low=8)
     frames: int = flag(128, "frames that the network sees, rounded up to a multiple that it accepts", low=8)
-    buffer: int = flag(20, "frames in the buffer, which are being denoised: the last of --frames", low=4)
+    buffer: int = flag(20, "frames in the buffer: the last of --frames, which are being denoised", low=4)
     buffer_low: int = flag(
-        0, "draw the buffer size of each optimizer step from this up to --buffer; 0 = always --buffer", low=0
+        0, "draw the buffer size of each optimizer step between this and --buffer; 0 = always --buffer", low=0
     )
     sde_c: float = flag(0.08, "diffusion noise level: c in g(t)^2 = c k^2t")
     sde_k: float = flag(2.6, "diffusion noise growth: k in g(t)^2 = c k^2t")
@@ -118,9 +118,9 @@ class Config(PairConfig):
         "official: enhance as the official code does, with an empty context until the buffer is full, and with --loss"
         " dp a context that each network call estimates again",
     )
-    gain_low: float = flag(-12.0, "lower bound of the random gain of a crop in dB")
-    gain_high: float = flag(6.0, "upper bound of the random gain of a crop in dB")
-    pad_short: bool = flag(False, "accept clips shorter than the buffer, with silence before them")
+    gain_low: float = flag(-12.0, "lower bound of each crop's random gain in dB")
+    gain_high: float = flag(6.0, "upper bound of each crop's random gain in dB")
+    pad_short: bool = flag(False, "accept clips shorter than the buffer, padded with silence at the start")
 
     @property
     def engine_precision(self) -> str:

@@ -58,13 +58,13 @@ class Config(SpeechFlags):
         "equal", "loss weights of the codebooks; first = 8 8 6 6 4 4 2 2, scaled to a mean of 1"
     )
     voices_in: Literal["turns", "scene"] = flag(
-        "turns", "where references are: turns with their transcripts, or the scene description, without transcripts"
+        "turns", "where references go: turns with their transcripts, or the scene description, without transcripts"
     )
     reference_crop: float = flag(
-        0.0, "train with a random piece of each reference of at most this many seconds; 0 = the whole", low=0
+        0.0, "train with a random piece of each reference, at most this many seconds; 0 = the whole reference", low=0
     )
     reference_dropout: float = flag(
-        0.0, "share of the training clips that get no reference, a new choice in each epoch", low=0, high=1
+        0.0, "fraction of the training clips that get no reference, chosen anew each epoch", low=0, high=1
     )
     allow_no_ref: bool = flag(False, "also train on clips without a reference, for which the model invents a voice")
     normalise_text: bool = flag(
@@ -74,16 +74,16 @@ class Config(SpeechFlags):
         0, "maximum positions per row, reference and target together; 0 = the model's limit", low=0
     )
     over_long: Literal["error", "drop"] = flag(
-        "error", "rows longer than that; they are never cut, which would teach the model not to stop"
+        "error", "what to do with longer rows; they are never cut, which would teach the model not to stop"
     )
     packing: bool = flag(False, "sequence packing: join the rows of a micro-batch end to end, without padding")
 
     max_start_loss: float = flag(
         6.2,
-        "abort if the initial loss exceeds this, or is lower without the delay pattern; 0 = off (untrained base)",
+        "stop if the initial loss exceeds this, or is lower without the delay pattern; 0 = off (untrained base)",
         low=0,
     )
-    promote_worse: bool = flag(False, "a checkpoint can be the best even if it stops or clones worse than the base")
+    promote_worse: bool = flag(False, "allow a best checkpoint that stops or clones worse than the base")
     greedy: bool = flag(False, "generate samples greedily, without random sampling")
     sample_frames: int = flag(0, "longest sample in codec frames; 0 = 1.5 x the longest evaluation clip", low=0)
     codec_name: str = flag(

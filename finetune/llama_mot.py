@@ -1,11 +1,11 @@
-"""Teach Llama-3 to generate music (MoT): frozen Llama, so its text output does not change, and new music experts.
+"""Teach a frozen Llama 3 to generate music (MoT): new experts for music, unchanged text output.
 
     deepspeed finetune/llama_mot.py --ds ds_configs/zero2.json --model meta-llama/Llama-3.2-1B \\
         --musicgen facebook/musicgen-small --data DIR --eval-data DIR --out runs/my-music
 
 DIR is a token dataset of MusicGen's EnCodec (data/encode.py --codec encodec --format musiccaps makes one).
 ./launch.sh llama_mot --model ... does the same and chooses the number of ranks. The embedded demo runs on a laptop in a
-minute; the second line needs no DeepSpeed (one CPU, Apple or NVIDIA GPU):
+minute; the second line needs no DeepSpeed (one process, on a CPU, Apple GPU or NVIDIA GPU):
 
     deepspeed finetune/llama_mot.py --ds ds_configs/zero2.json --steps 20 --samples 1
     python finetune/llama_mot.py --no-deepspeed --steps 20 --samples 1
@@ -45,22 +45,22 @@ class Config(MusicFlags):
     musicgen: str = flag("", "MusicGen whose feed-forward blocks initialise the experts: hub id or local folder")
     musicgen_revision: str = flag("", "branch, tag or commit of --musicgen on the hub; empty = the newest")
     experts: Literal["musicgen", "musicgen_absorbed", "llama", "random"] = flag(
-        "musicgen", "initial weights of the music experts; absorbed: projections multiplied into MusicGen's matrices"
+        "musicgen", "initial weights of the experts; musicgen_absorbed: projections multiplied into MusicGen's matrices"
     )
     untie: Literal["ffn", "ffn+norm", "all"] = flag(
-        "ffn", "weights that music does not share with text: feed-forward; and norms; all: and attention"
+        "ffn", "weights that music has for itself: feed-forward (ffn), also norms (ffn+norm), also attention (all)"
     )
     expert_gain: Literal["scalar", "channel"] = flag(
         "scalar", "learned gain on each expert's output: one value, or one per channel"
     )
     expert_gain_start: Literal["calibrated", "zero"] = flag(
-        "calibrated", "initial gain; calibrated: the expert is as loud as the Llama block it replaces"
+        "calibrated", "initial gain; calibrated: the output is as large as that of the Llama block it replaces"
     )
     train_parts: list[str] = flag(
         ["all"], "parts to train: embed head proj expert gain norm attn, or all, or proj_only (= proj head)"
     )
     quantize: Literal["none", "8bit", "4bit"] = flag("none", "load the frozen Llama in 8 or 4 bits (bitsandbytes)")
-    codec_rows: bool = flag(False, "initial embeddings of the codes are as far apart as the codec's own code vectors")
+    codec_rows: bool = flag(False, "start the embeddings of the codes from the codec's own code vectors")
     adapter: str = flag("", "adapter to start from: exported folder, or a .pt of the first MoT trainer; empty = none")
 
     ids: Literal["offset", "shared"] = flag("offset", "separate ids per codebook, or the same for all (legacy)")
@@ -72,14 +72,14 @@ class Config(MusicFlags):
     max_text: int = flag(0, "maximum tokens per caption, with BOS; 0 = the profile's", low=0)
     max_audio: int = flag(0, "maximum codes per clip; 0 = the profile's", low=0)
     over_long_text: Literal["error", "drop", "cut"] = flag(
-        "error", "captions longer than --max-text; the legacy profile always cuts"
+        "error", "what to do with captions longer than --max-text; the legacy profile always cuts"
     )
     allow_empty_text: bool = flag(False, "train on clips that have no caption")
     aspect_captions: float = flag(
-        0.0, "fraction of samples captioned with MusicCaps' aspect_list in random order instead", low=0, high=1
+        0.0, "fraction of samples captioned with MusicCaps' shuffled aspect_list instead", low=0, high=1
     )
     text_dropout: float = flag(
-        0.1, "fraction of samples trained without caption, which classifier-free guidance needs", low=0, high=1
+        0.1, "fraction of samples trained without a caption, which classifier-free guidance needs", low=0, high=1
     )
 
     loss_vocab: Literal["audio", "all"] = flag(

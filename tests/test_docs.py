@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.config import HF_ALIASES
 from helpers import support
 
 pytestmark = [pytest.mark.distributed]
@@ -88,6 +89,26 @@ def test_links_lead_to_files_and_named_tests_exist():
             assert all((page.parent / link).is_file() for link in links), (page, links)
             for name in re.findall(r"`(test_\w+)`", line):
                 assert f"def {name}(" in (page.parent / links[-1]).read_text(), (page, name)
+            for file, anchor in re.findall(r"\]\(([\w./]+)#([^)]+)\)", line):
+                headings = re.findall(r"^#+ (.*)$", (page.parent / file).read_text().lower(), re.M)
+                assert anchor in [re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in headings], (page, anchor)
+
+
+# Flags of sbatch, deepspeed, pip and ruff.
+FOREIGN = """--array --cpus-per-gpu --gpus-per-node --gpus-per-task --nodes --ntasks-per-node --signal --time
+    --hostfile --master_addr --no_ssh --node_rank --no-deps --check""".split()
+
+
+@pytest.mark.quick
+def test_every_flag_that_a_page_names_exists():
+    places = ["finetune/**/*.py", "data/**/*.py", "tests/bench/*.py", "tests/soak.py", "tests/conftest.py", "launch.sh"]
+    code = "\n".join(path.read_text() for place in places for path in Path(support.ROOT).glob(place))
+    known = {*FOREIGN, *re.findall(r"""(?:"| )(--[a-z][\w-]+)(?:"|\))""", code)}
+    fields = [name.replace("_", "-") for name in re.findall(r"^    (\w+): [^=\n]+ = flag\(", code, re.M)]
+    known |= {f"--{prefix}{name}" for name in (*fields, *HF_ALIASES) for prefix in ("", "no-")}
+    for page in [*Path(support.ROOT, "docs").glob("*.md"), *Path(support.ROOT).glob("*.md")]:
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+        assert page.name == "log.md" or named <= known, (page, named - known)  # the log names flags that were removed
 
 
 @pytest.fixture(scope="module")

@@ -336,7 +336,7 @@ def test_an_export_selects_its_script_without_the_run(tmp_path):
         ("enhance", "dia_lora", "comes from dia_lora, which enhance does not support: use ./launch.sh speak."),
         ("speak", "llama_mot", "comes from llama_mot, which speak does not support: use ./launch.sh generate."),
         ("speak", "dia_lora", "export does not exist: the run has not finished"),
-        ("speak", "no_recipe", "names the recipe 'no_recipe'; known are cmgan, "),
+        ("speak", "no_recipe", "names the recipe 'no_recipe'; the recipes are cmgan, "),
         ("report", "dia_lora", "holds no metrics.jsonl"),
     ],
 )

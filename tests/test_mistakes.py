@@ -101,7 +101,7 @@ MISTAKES = {
     ENCODE + " --source {here}/ünï --out /proc/new": "/proc/new.work cannot be read or written",
     ENCODE
     + " --source {here}/ünï --codec-weights {mot}/codec": "--codec dac does not match .* which is a encodec codec",
-    ENCODE + " --source {here}/ünï --codec-weights {dia}/dia": "is a dia model; supported are dac, encodec",
+    ENCODE + " --source {here}/ünï --codec-weights {dia}/dia": "is a dia model; it must be one of dac, encodec",
     "data/decode --codec-weights {dia}/codec {here}/nowhere.npy": "cannot read .*nowhere.npy",
     "data/decode --codec-weights {dia}/codec {here}/four.npy": "has 4 channels, but this codec needs 9",
     "data/decode --codec-weights {dia}/codec {here}/text.txt": "cannot read .*text.txt as a plain .npy",
@@ -133,7 +133,7 @@ MISTAKES = {
     SPEAK + " --model {dia}/dia --voice {here}/noisy/a.wav": "--voice and --voice-text go together",
     SPEAK
     + " --model {dia}/dia --codec {here}/nowhere": "the codec .*nowhere is not on this machine; give it as --codec",
-    SPEAK + " --model {dia}/dia --codec {here}/folder": "is no DAC that can be read",
+    SPEAK + " --model {dia}/dia --codec {here}/folder": "is not a readable DAC codec",
     SPEAK + " --model {higgs}/model": "is a 'higgs_audio_v2' model, not 'dia'",
     SPEAK + " --adapter {here}/folder": "holds no readable adapter_config.json: name an export folder",
     SPEAK + " --adapter {here}/no-base": "names no base model; export the run again",

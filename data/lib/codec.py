@@ -87,7 +87,7 @@ def kind_of(path: Path) -> str:
     except (OSError, ValueError, KeyError):
         raise UserError(f"--codec-weights {path} has no config.json with a model_type") from None
     if model_type not in KINDS:
-        raise UserError(f"--codec-weights {path} is a {model_type} model; supported are {', '.join(KINDS)}")
+        raise UserError(f"--codec-weights {path} is a {model_type} model; it must be one of {', '.join(KINDS)}")
     return KINDS[model_type]
 
 

@@ -24,7 +24,7 @@ def load_embedder(folder: str) -> Embedder:
     from transformers import AutoModel, AutoProcessor
 
     if not Path(folder).is_dir():
-        raise UserError(f"--embedder {folder} is no local folder")
+        raise UserError(f"--embedder {folder} is not a local folder")
     try:
         model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True)

@@ -7,7 +7,7 @@ from common.config import UserError
 from common.hub import on_paper
 
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
-HELP = "attention kernels; auto = the fastest that is installed and works here, sdpa on a CPU"
+HELP = "attention kernels; auto = the best for this model and machine, sdpa on a CPU"
 
 
 def choose_attention(wanted: str, precision: str, packing: bool = False, masks: bool = False) -> str:

@@ -112,7 +112,7 @@ class RunConfig:
     needs_pesq: ClassVar[bool] = False  # the one required package that set-up leaves out where it cannot be compiled
     given: ClassVar[frozenset[str]] = frozenset()  # of one config: the flags that the user has set
 
-    ds: str = flag("ds_configs/zero2.json", "DeepSpeed JSON (also --deepspeed_config)", group="run", may_change=True)
+    ds: str = flag("ds_configs/zero2.json", "DeepSpeed config file", group="run", may_change=True)
     model: str = flag("", "pretrained model: hub id or local folder; empty = the tiny demo model", group="run")
     # Data is recognised by its content, so the folder may move.
     data: str = flag("", "training data: token dataset folder; empty = the demo corpus", group="run", may_change=True)
@@ -121,18 +121,18 @@ class RunConfig:
     )
     eval_split: float = flag(
         0.0,
-        "instead of --eval-data: hold this fraction of --data out of training and evaluate on it; 0 = off",
+        "hold this fraction of --data out of training and evaluate on it, instead of --eval-data; 0 = off",
         group="run",
         low=0,
         high=0.5,
     )
     eval_split_by: Literal["group", "speaker", "clip"] = flag(
         "group",
-        "what --eval-split never divides: the column group (a clip, where there is none), a speaker, or only a clip",
+        "what --eval-split keeps together: clips with the same group, clips by the same speaker, or nothing (clip)",
         group="run",
     )
     allow_overlap: bool = flag(
-        False, "evaluate on training clips too, as tests of memorisation do", group="run", may_change=True
+        False, "allow evaluation clips that are also trained on, for memorisation tests", group="run", may_change=True
     )
     out: str = flag("", "run folder; empty = runs/<recipe>-<date>-<time>", group="run", may_change=True)
     resume: str = flag(
@@ -150,15 +150,15 @@ class RunConfig:
     )
     dry_run: bool = flag(
         False,
-        "print sizes and predicted memory, take one step on the longest batch, exit",
+        "print sizes and predicted memory, take one step on the longest batch, and exit",
         group="run",
         may_change=True,
     )
 
     world: int = flag(
         0,
-        "a --dry-run that predicts memory, communication and checkpoint size for this many ranks from the model's"
-        " configuration, without weights and without a step; 0 = off",
+        "predict memory, communication and checkpoint size for this many ranks from the model's configuration, without"
+        " loading weights, and exit; 0 = off",
         group="run",
         low=0,
         may_change=True,
@@ -166,7 +166,7 @@ class RunConfig:
     fit: str = flag(
         "",
         "memory of one GPU, such as 24GB: choose --ds, --quantize, --gradient-checkpointing, --micro-tokens and"
-        " --accumulation so that the prediction fits, as far as they are not given; empty = off",
+        " --accumulation, unless they are given, so that the predicted memory fits; empty = off",
         group="run",
         may_change=True,
     )
@@ -185,7 +185,7 @@ class RunConfig:
     accumulation: int = flag(
         1, "gradient accumulation: micro-batches per optimizer step on each rank", group="schedule", low=1
     )
-    seed: int = flag(0, "key of every random decision", group="schedule")
+    seed: int = flag(0, "random seed", group="schedule")
 
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = flag(
         "adamw",
@@ -209,7 +209,7 @@ class RunConfig:
     )
     max_spike: float = flag(
         0.0,
-        "skip an optimizer step whose gradient norm is over this many times the median of the last 64; 0 = off",
+        "skip optimizer steps whose gradient norm exceeds this many times the median of the last 64; 0 = off",
         group="optimizer",
         low=0,
     )
@@ -222,7 +222,7 @@ class RunConfig:
     )
     keep_every: int = flag(
         0,
-        "also keep the checkpoint of every so many steps, a multiple of --save-every; 0 = off",
+        "also keep checkpoints at multiples of this many steps, itself a multiple of --save-every; 0 = off",
         group="output",
         low=0,
         may_change=True,
@@ -243,15 +243,15 @@ class RunConfig:
     export: bool = flag(True, "write the trained artifact at the end", group="output", may_change=True)
     export_check: bool = flag(
         True,
-        "load the artifact in a fresh process and compare its outputs with the training engine's",
+        "check the artifact: load it in a fresh process and compare its outputs with the training engine's",
         group="output",
         may_change=True,
     )
     log_every: int = flag(
-        1, "optimizer steps per line of output; metrics.jsonl has them all", group="output", low=1, may_change=True
+        1, "optimizer steps per line of output; metrics.jsonl has every step", group="output", low=1, may_change=True
     )
     tracker: list[str] = flag(
-        ["tensorboard"], f"where the numbers are shown, besides metrics.jsonl: {' '.join(TRACKERS)}", group="output",
+        ["tensorboard"], f"where to log besides metrics.jsonl: {' '.join(TRACKERS)}", group="output",
         may_change=True,
     )  # fmt: skip
 
@@ -321,7 +321,7 @@ def build_parser(config_class, doc: str) -> argparse.ArgumentParser:
     titles = dict.fromkeys(item.metadata["group"] for item in fields.values())
     groups = {title: parser.add_argument_group(title) for title in titles}
     groups["run"].add_argument(
-        "--config", metavar="FILE", help="take flags from a YAML file or a run's config.json; flags given here win"
+        "--config", metavar="FILE", help="read flags from a YAML file or a run's config.json; flags given here win"
     )
     for item in fields.values():
         default = item.default if item.default is not dataclasses.MISSING else item.default_factory()

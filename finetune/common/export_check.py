@@ -89,4 +89,4 @@ def _compare(run, inputs: dict, outputs: torch.Tensor, size: int, tick) -> None:
         raise UserError(
             f"the export is not what was trained: {problem}; it is now {refused}, and the checkpoints are intact."
         )
-    say(f"the export computes what was trained: {facts['sentence']}")
+    say(f"the export matches the training engine: {facts['sentence']}")

@@ -34,7 +34,7 @@ def fit(config, train, process: Process):
     if not config.fit:
         return config
     if not getattr(config, "deepspeed", True):
-        raise UserError("--fit chooses among DeepSpeed files: leave --no-deepspeed out, or --fit.")
+        raise UserError("--fit chooses a DeepSpeed config: use it without --no-deepspeed.")
     room, world, batches = ROOM * card_bytes(config.fit), config.world or process.world, _batches(config)
     found, known = [], {}  # bytes of states by route; activations by batch, which are the same on every route
 

@@ -24,8 +24,8 @@ def rows_to_use(tokens: TokenDataset, config, train: bool) -> np.ndarray:
     if is_held_out.all() or not is_held_out.any():
         count = len(split_names(tokens, config).take(rows).unique())
         raise UserError(
-            f"--eval-split {config.eval_split:g} holds {'all' if is_held_out.any() else 'none'} of the"
-            f" {count} {config.eval_split_by}s of {tokens.folder} out: choose another fraction or --eval-split-by."
+            f"--eval-split {config.eval_split:g} holds out {'all' if is_held_out.any() else 'none'} of the {count}"
+            f" {config.eval_split_by}s in {tokens.folder}: choose another fraction or --eval-split-by."
         )
     return rows[is_held_out != train]
 

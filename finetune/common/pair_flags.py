@@ -18,7 +18,7 @@ class PairConfig(RunConfig):
         "", "training data: noisy/clean pairs (data/pairs.py); empty = the demo pairs", group="run", may_change=True
     )
     eval_data: str = flag(
-        "", "pairs to evaluate on and select the best checkpoint by; empty = those of --hold-out", group="run",
+        "", "pairs to evaluate on, to select the best checkpoint; empty = those of --hold-out", group="run",
         may_change=True,
     )  # fmt: skip
     test_data: str = flag("", "pairs to measure the exported model on, once, at the end", group="run", may_change=True)
@@ -29,11 +29,11 @@ class PairConfig(RunConfig):
         4, "evaluation files to enhance each time samples are made; 0 = none", group="output", low=0, may_change=True
     )
     eval_files: int = flag(
-        0, "number of evaluation files, evenly spread over the evaluation data; 0 = all", group="output", low=0
+        0, "evaluate only this many files, evenly spread over the evaluation data; 0 = all", group="output", low=0
     )
 
     seconds: float = flag(2.0, "length of a training crop in seconds", low=0.25)
-    hold_out: list[str] = flag([], "id prefixes to exclude from training; used for model selection without --eval-data")
+    hold_out: list[str] = flag([], "id prefixes to exclude from training, and to evaluate on without --eval-data")
     pesq_workers: int = flag(
         0, "PESQ processes per rank; 0 = this rank's share of the CPU cores", low=0, may_change=True
     )

@@ -129,7 +129,7 @@ def comparison_page(runs: list[Path]) -> str:
         f"{label}: {text}" for label, facts in zip(labels, all_facts, strict=True) for text in warnings_of(facts)
     ]
     if len({facts["recipe"] for facts in all_facts}) > 1:
-        warnings.insert(0, "These runs are of different recipes: their losses cannot be compared.")
+        warnings.insert(0, "These runs used different recipes: their losses cannot be compared.")
     shown = {label: (run, facts["shown_step"]) for label, run, facts in zip(labels, runs, all_facts, strict=True)}
     return render(
         thinned(compared({label: facts["records"] for label, facts in zip(labels, all_facts, strict=True)})),
@@ -312,7 +312,7 @@ def tiles_of(facts: dict) -> list[dict]:
                     "change": change(first, last, measure_of("loss")),
                     "before": f"at the start {number(first)}",
                     "lines": [],
-                    "note": "no evaluation: --eval-data or --eval-split would say whether it generalises",
+                    "note": "no evaluation: --eval-data or --eval-split would show whether it generalises",
                     "spark": sparkline(losses),
                 }
             )
@@ -401,7 +401,7 @@ def warnings_of(facts: dict, live: bool = False) -> list[str]:
     texts += alarms_of(facts)[0]
     for record in events(facts, "export_check")[-1:]:
         if not record.get("passed"):
-            texts.append("The export does not compute what the training engine computes; it is in export-refused/.")
+            texts.append("The export's outputs differ from the training engine's; it was moved to export-refused/.")
     texts += [*_worse_than_base(facts), *_wasted(facts)]
     broken = [record["step"] for record in facts["evals"] if not _is_number(record.get("loss", 0.0))]
     if broken:
@@ -434,7 +434,7 @@ def _wasted(facts: dict) -> list[str]:
         texts.append(f"{100 * waited:.0f} % of the time was spent waiting for data.")
     padding = [record["padding"] for record in settled if _is_number(record.get("padding"))]
     if padding and statistics.fmean(padding) > PADDED:
-        texts.append(f"{100 * statistics.fmean(padding):.0f} % of what was computed is padding.")
+        texts.append(f"{100 * statistics.fmean(padding):.0f} % of the computed positions are padding.")
     return texts
 
 
@@ -446,20 +446,22 @@ def skipped_of(facts: dict) -> list[dict]:
         why = "the loss or the gradient was not finite"
         if spike is not None:
             limit = facts["flags"].get("max_spike")
-            why = f"the gradient norm {number(spike)} was over --max-spike {limit} times its median"
+            why = f"the gradient norm {number(spike)} was over {limit} times its median (--max-spike)"
         ids = [str(name) for name in record.get("ids", [])]
         rows.append({"what": f"step {record['step']:,}", "why": why, "ids": _listed(ids)})
     for record in events(facts, "pesq_missing"):
         ids = [str(name) for name in record.get("ids", [])]
         rows.append({"what": f"labels of step {record['step']:,}", "why": "no PESQ value", "ids": _listed(ids)})
     for record in events(facts, "amp_fallback"):
-        why = f"the loss was finite only in fp32, which was used up to step {record.get('until')}"
+        why = f"the loss was finite only in fp32, which was used until step {record.get('until')}"
         rows.append({"what": f"bf16 at step {record['step']:,}", "why": why, "ids": ""})
     for record in events(facts, "out_of_memory"):
         why = f"out of memory: {record.get('micro_batch')} per micro-batch, accumulation {record.get('accumulation')}"
         rows.append({"what": "larger micro-batches", "why": why, "ids": ""})
     for reason, ids in _rejected(facts["flags"].get("data") or ""):
-        rows.append({"what": f"{plural(len(ids), 'clip')}, when the data was made", "why": reason, "ids": _listed(ids)})
+        rows.append(
+            {"what": f"{plural(len(ids), 'clip')}, when the data was prepared", "why": reason, "ids": _listed(ids)}
+        )
     return rows
 
 
@@ -491,13 +493,13 @@ def data_facts(facts: dict) -> list[tuple[str, str]]:
     rows = [
         ("training data", flags.get("data") or "the embedded demo"),
         ("evaluation data", _evaluated_on(flags)),
-        ("fingerprint of the data", str(fingerprint.get("data", ""))),
+        ("data fingerprint", str(fingerprint.get("data", ""))),
         ("epochs", f"{steps[-1]['epoch']:.2f}" if steps and "epoch" in steps[-1] else ""),
-        ("trained on", f"{tokens:,} tokens, padding not counted" if tokens else ""),
+        ("trained on", f"{tokens:,} tokens, without padding" if tokens else ""),
         ("padding", f"{100 * statistics.fmean(padding):.1f} %" if padding else ""),
         ("speed", f"{tokens / seconds:,.0f} tokens per second" if seconds else ""),
         ("waiting for data", f"{100 * waited / seconds:.1f} % of the time" if seconds else ""),
-        ("highest memory of the main rank", f"{max(memory):.2f} GB" if any(memory) else ""),
+        ("peak memory of the main rank", f"{max(memory):.2f} GB" if any(memory) else ""),
     ]
     return [(name, value) for name, value in rows if value]
 
@@ -554,7 +556,7 @@ def comparison_of(labels: list[str], all_facts: list[dict]) -> dict:
         ]
         rows.append((measure.label, cells))
     speeds = [dict(data_facts(facts)) for facts in all_facts]
-    for name in ("speed", "highest memory of the main rank", "padding"):
+    for name in ("speed", "peak memory of the main rank", "padding"):
         rows.append((name, [{"text": speed.get(name, ""), "best": False} for speed in speeds]))
     flags = [{"recipe": facts["recipe"], "ranks": facts["config"].get("ranks")} | facts["flags"] for facts in all_facts]
     keys = [key for key in flags[0] if key != "out" and all(key in one for one in flags)]

@@ -133,8 +133,8 @@ def _parts(steps: list[dict], evals: list[dict]) -> list[dict]:
         for prefix, title in (
             ("loss_channel_", "Loss by codebook"),
             ("loss_", "Loss by term"),
-            ("grad_share_", "Share of the gradient by term"),
-            ("share_", "Share of the loss by term"),
+            ("grad_share_", "Fraction of the gradient by term"),
+            ("share_", "Fraction of the loss by term"),
         ):
             mine = [name for name in names if name.startswith(prefix)]
             names = [name for name in names if name not in mine]
@@ -160,7 +160,7 @@ STEP_CHARTS = (
     ("time", "speed", "Time per step", "", "s", True,
      {"step_s": "step", "data_wait_s": "waiting for data", "pesq_wait_s": "waiting for PESQ"}),
     ("memory", "speed", "Memory of the main rank", "", "GB", False, {"vram_gb": "GPU", "rss_gb": "process"}),
-    ("padding", "speed", "Padding", "share of positions that hold no clip", "%", False, {"padding": "padding"}),
+    ("padding", "speed", "Padding", "positions that hold no clip", "%", False, {"padding": "padding"}),
     ("tokens", "speed", "Tokens per step", "without padding", "", False, {"tokens": "tokens"}),
 )  # fmt: skip
 

@@ -7,31 +7,31 @@ from typing import NamedTuple
 class Measure(NamedTuple):
     label: str
     better: str = ""  # "low", "high" or, if there is no such direction, ""
-    unit: str = ""  # "%": the value is a share
+    unit: str = ""  # "%": the value is a fraction
     note: str = ""
 
 
 MEASURES = {
-    "loss": Measure("evaluation loss", "low", note="on clips that are not trained on"),
-    "accuracy": Measure("codes predicted", "high", "%", "share of codes whose most likely value is right"),
-    "accuracy_first": Measure("first codebook predicted", "high", "%"),
-    "text_gap": Measure(
-        "text gap", "high", note="rise of the loss with another clip's text; near 0 the text is ignored"
-    ),
+    "loss": Measure("evaluation loss", "low", note="on clips that were not trained on"),
+    "accuracy": Measure("code accuracy", "high", "%", "codes whose most likely value is right"),
+    "accuracy_first": Measure("first codebook accuracy", "high", "%"),
+    "text_gap": Measure("text gap", "high", note="increase in loss with the wrong text; near 0, the text is ignored"),
     "text_gap_onsets": Measure("text gap at onsets", "high", note="the same, first codebook, where a sound begins"),
-    "gap": Measure("voice gap", "high", note="rise of the loss with another voice; near 0 the reference is ignored"),
-    "eos_loss": Measure("loss of the ends", "low"),
-    "end_loss": Measure("loss of the ends", "low"),
-    "eos_recall": Measure("ends found", "high", "%", "low: speech that never stops"),
+    "gap": Measure("voice gap", "high", note="increase in loss with another voice; near 0, the reference is ignored"),
+    "eos_loss": Measure("end token loss", "low"),
+    "end_loss": Measure("end token loss", "low"),
+    "eos_recall": Measure("ends predicted", "high", "%", "low: speech that never stops"),
     "eos_false_alarm": Measure("false ends", "low", "%", "high: speech that is cut off"),
     "stop_rate": Measure("samples that stop", "high", "%"),
-    "duration_ratio": Measure("length, relative", note="1 is as long as expected"),
+    "duration_ratio": Measure("relative length", note="1 is as long as expected"),
     "bits_per_frame": Measure("bits per frame", "low"),
-    "kbps": Measure("rate with this model", "low", "kbit/s", "what the codes would take, compressed with this model"),
-    "codec_kbps": Measure("rate of the codec", unit="kbit/s"),
-    "caption_gain": Measure("caption gain", "high", note="rise of the loss with another caption; near 0 it is ignored"),
-    "caption_gain_none": Measure("gain over no caption", "high"),
-    "text_drift": Measure("drift of the text logits", "low"),
+    "kbps": Measure("compressed bit rate", "low", "kbit/s", "of the codes, if compressed with this model"),
+    "codec_kbps": Measure("codec bit rate", unit="kbit/s"),
+    "caption_gain": Measure(
+        "caption gain", "high", note="increase in loss with a wrong caption; near 0, it is ignored"
+    ),
+    "caption_gain_none": Measure("gain over no caption", "high", note="increase in loss without a caption"),
+    "text_drift": Measure("text logit drift", "low", note="largest change from the original Llama"),
     "wer": Measure("word error rate", "low", "%"),
     "cer": Measure("character error rate", "low", "%"),
     "similarity": Measure("speaker similarity", "high"),
@@ -51,10 +51,10 @@ MEASURES = {
     "covl": Measure("COVL", "high", note="predicted overall rating, 1 to 5"),
     "lsd": Measure("log-spectral distance", "low", "dB"),
     "gain": Measure("output level", note="1 is the level of the clean speech"),
-    "gain_error": Measure("error of the level", "low"),
+    "gain_error": Measure("output level error", "low"),
     "pesq_invalid": Measure("missing PESQ labels", "low", "%"),
-    "not_finite": Measure("outputs that are not finite", "low"),
-    "d_pearson": Measure("discriminator follows PESQ", "high", note="correlation with the true PESQ"),
+    "not_finite": Measure("non-finite outputs", "low"),
+    "d_pearson": Measure("discriminator correlation", "high", note="of its predictions with PESQ"),
 }
 
 # What the top of the page shows, the first of these that were measured.
@@ -130,9 +130,9 @@ def _phrase(name: str, value, facts: dict) -> str:
     if name == "duration_ratio":
         return f"{value:.2f} times the expected length"
     if name == "repeats":
-        return f"{100 * value:.0f} % of its frames repeat the one before"
+        return f"{100 * value:.0f} % of its frames repeat the previous one"
     if name == "codes_as_recorded":
-        return f"{100 * value:.0f} % of its codes are as recorded"
+        return f"{100 * value:.0f} % of its codes match the recording"
     if name == "silent":
         longest = facts.get("longest_silence")
         if value < 0.005:
@@ -141,6 +141,6 @@ def _phrase(name: str, value, facts: dict) -> str:
     if name == "clipped":
         return f"{100 * value:.1f} % clipped" if value >= 0.0005 else "no clipping"
     if name == "bad_ids":
-        return f"{value:g} codes that do not exist" if value else ""
+        return f"{value:g} invalid codes" if value else ""
     measure = measure_of(name)
     return f"{measure.label} {number(value, measure.unit)}"

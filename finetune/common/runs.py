@@ -233,7 +233,7 @@ class Run:
             return chosen_facts(step, self.best and self.best["score"], self.config)
         path = self.checkpoints / f"step-{self.best['step']:08d}"
         checkpoint.load(path, engine, ema, self.process, self.identity, self.config.force_resume)
-        say(f"the best checkpoint is of step {self.best['step']}, with a score of {self.best['score']:.4f}")
+        say(f"the best checkpoint is step {self.best['step']}, with a score of {self.best['score']:.4f}")
         return chosen_facts(self.best["step"], self.best["score"], self.config)
 
     def first_eval(self) -> dict:

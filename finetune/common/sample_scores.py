@@ -37,37 +37,39 @@ TIE = 1e-9  # weight of the loss: of two checkpoints with equal scores, the one 
 class SpeechFlags(RunConfig):
     best_by: Literal["loss", "wer", "similarity", "dnsmos", "stop", "duration"] = flag(
         "loss",
-        "what the best checkpoint is best at: loss, or in its samples wer, similarity, dnsmos (with the flag of that"
-        " name), stop (how many end by themselves) or duration (as long as the recording)",
+        "what selects the best checkpoint: the loss, or its samples' wer, similarity, dnsmos (needs the flag of that"
+        " name), stop (how many end by themselves) or duration (closest to the expected length)",
         group="output",
     )
     similarity: str = flag(
         "",
-        "speaker similarity of samples: resemblyzer, or a folder with an x-vector model; empty = off",
+        "score speaker similarity of samples: resemblyzer, or a folder with an x-vector model; empty = off",
         group="output",
         may_change=True,
     )
     wer: str = flag(
         "",
-        "word error rate of samples: pocketsphinx (English), pocketsphinx:GRAMMAR.jsgf, or a folder with a speech"
+        "score word error rate of samples: pocketsphinx (English), pocketsphinx:GRAMMAR.jsgf, or a folder with a speech"
         " recogniser; empty = off",
         group="output",
         may_change=True,
     )
-    dnsmos: bool = flag(False, "predicted quality of samples (package speechmos)", group="output", may_change=True)
+    dnsmos: bool = flag(
+        False, "score predicted quality of samples (package speechmos)", group="output", may_change=True
+    )
 
 
 @dataclass
 class MusicFlags(RunConfig):
     best_by: Literal["loss", "frechet", "caption", "stop", "duration"] = flag(
         "loss",
-        "what the best checkpoint is best at: loss, or in its samples frechet (distance to the recordings), caption"
-        " (agreement; both with --embedder), stop (how many end by themselves) or duration (as long as the recording)",
+        "what selects the best checkpoint: the loss, or its samples' frechet (distance to the recordings), caption"
+        " (agreement; both need --embedder), stop (how many end by themselves) or duration (as long as the recording)",
         group="output",
     )
     embedder: str = flag(
         "",
-        "folder with an audio model such as CLAP that embeds samples, captions and recordings; empty = off",
+        "score samples: folder with an audio embedding model such as CLAP; empty = off",
         group="output",
         may_change=True,
     )
@@ -241,7 +243,7 @@ class SampleScores:
         self._note_ceilings()
         gone = self.watcher.poll() is not None
         if len(self.expected) >= BEHIND:
-            say(f"warning: {len(self.expected)} sets of samples wait for their scores, and their checkpoints are kept")
+            say(f"warning: {len(self.expected)} sets of samples are not scored yet; their checkpoints are kept")
         arrived = [step for step in self.expected if last or gone or self._file(step).exists()]
         if not arrived:
             return []

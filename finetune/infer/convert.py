@@ -5,8 +5,8 @@
     python finetune/infer/convert.py --model official.ckpt --out live --reverse-start 0.8
     python finetune/infer/convert.py --model runs/live/export --onnx --out live.onnx
 
-The third makes an export of a Lightning file of the official Diffusion Buffer code, with the settings that the file
-tells; flags of diffusion_buffer.py say the others. The last writes the network of a Diffusion Buffer's stream for
+The third converts a Lightning file of the official Diffusion Buffer code, with the settings that the file contains;
+flags of diffusion_buffer.py set the others. The last writes a Diffusion Buffer's network as an ONNX file for
 onnxruntime (packages onnx and onnxscript).
 
 ./launch.sh convert does the same; ./launch.sh convert native, stereo and average (dia_convert.py) make Dia models from
@@ -32,7 +32,7 @@ def parse_args():
     what.add_argument(
         "--model", type=Path, help="Lightning file of the official Diffusion Buffer code; with --onnx also an export"
     )
-    parser.add_argument("--onnx", action="store_true", help="write an ONNX file of a Diffusion Buffer --model to --out")
+    parser.add_argument("--onnx", action="store_true", help="write a Diffusion Buffer --model to --out as an ONNX file")
     parser.add_argument(
         "--step",
         default="best",

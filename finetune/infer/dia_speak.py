@@ -33,9 +33,9 @@ def parse_args():
         default="",
         help="revision of the base on the hub; default: the adapter's, or the newest",
     )
-    parser.add_argument("--text", help="text to speak; a long one is split at the ends of sentences")
+    parser.add_argument("--text", help="text to speak; a long one is split at sentence ends")
     parser.add_argument("--text-file", type=Path, help="file with the text, instead of --text")
-    parser.add_argument("--voice", type=Path, help="recording whose voice speaks, best of 5 to 10 s")
+    parser.add_argument("--voice", type=Path, help="recording of the voice to speak in, ideally 5 to 10 s long")
     parser.add_argument("--voice-text", help="transcript of that recording")
     parser.add_argument("--wav", type=Path, help="audio file to write")
     parser.add_argument("--codec", help="DAC codec: hub id, folder or .pth file; default: that of the training data")
@@ -43,17 +43,23 @@ def parse_args():
         "--seconds",
         type=between(float, 0, above=True),
         default=20.0,
-        help="longest output per part of the text (default: %(default)s)",
+        help="maximum length of each part of the text (default: %(default)s)",
     )
     parser.add_argument("--greedy", action="store_true", help="take the most likely codes instead of sampling")
     parser.add_argument(
-        "--temperature", type=between(float, 1), default=TEMPERATURE, help="at least 1 (default: %(default)s)"
+        "--temperature",
+        type=between(float, 1),
+        default=TEMPERATURE,
+        help="sampling temperature, at least 1 (default: %(default)s)",
     )
     parser.add_argument(
         "--top-p", type=between(float, 0, 1, above=True), default=TOP_P, help="nucleus sampling (default: %(default)s)"
     )
     parser.add_argument(
-        "--top-k", type=between(int, 1), default=TOP_K, help="sample from the k most likely (default: %(default)s)"
+        "--top-k",
+        type=between(int, 1),
+        default=TOP_K,
+        help="sample from the k most likely codes (default: %(default)s)",
     )
     parser.add_argument(
         "--guidance",
@@ -62,7 +68,7 @@ def parse_args():
         help="classifier-free guidance scale; 1 = off (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=between(int, 0, 2**63 - 1), default=0, help="seed of the sampling (default: %(default)s)"
+        "--seed", type=between(int, 0, 2**63 - 1), default=0, help="sampling seed (default: %(default)s)"
     )
     parser.add_argument("--merge", type=Path, help="write base + adapter as one model folder instead of speaking")
     return parser.parse_args()
@@ -203,7 +209,7 @@ def codec_frame_rate(codec: Path) -> float:
         config = DacConfig.from_pretrained(codec, local_files_only=True)
         return config.sampling_rate / config.hop_length
     except Exception as error:  # a pickle, a cut file, another model
-        raise UserError(f"--codec {codec} is no DAC that can be read ({type(error).__name__}).") from None
+        raise UserError(f"--codec {codec} is not a readable DAC codec ({type(error).__name__}).") from None
 
 
 def speak_or_merge(args) -> None:

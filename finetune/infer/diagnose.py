@@ -4,9 +4,9 @@ python finetune/infer/diagnose.py --run runs/tuned
 python finetune/infer/diagnose.py --model runs/tuned/export --eval-data pairs/valid
 python finetune/infer/diagnose.py --recipe diffusion_buffer --data pairs/train --buffer 10 --micro-batch 16
 
---run and --model check with the flags of their training, --recipe before a training: with the recipe's defaults, never
-those of its demo. Any flag of the recipe may follow and replaces that value. Every line is PASS, WARN or FAIL with its
-number. The exit code is 0 if nothing fails, otherwise 2.
+--run and --model check a trained model with the flags of its training; --recipe checks a recipe before training, with
+its defaults, not those of its demo. Flags of the recipe may follow and replace these values. Every line is PASS, WARN
+or FAIL with a number. The exit code is 0 if nothing fails, otherwise 2.
 """
 
 import argparse
@@ -29,8 +29,10 @@ def parse_args(argv: list[str] | None = None):
     parser = command_parser(__doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--run", type=Path, help="run folder")
-    what.add_argument("--model", type=Path, help="export folder, checkpoint folder or file of weights")
-    parser.add_argument("--recipe", choices=RECIPES, help="alone, or for a file of weights that has no config.json")
+    what.add_argument("--model", type=Path, help="export folder, checkpoint folder or weights file")
+    parser.add_argument(
+        "--recipe", choices=RECIPES, help="recipe to check, or recipe of a weights file without config.json"
+    )
     parser.add_argument("--eval-data", default="", help="noisy/clean pairs; default: what the run was evaluated on")
     args, args.words = parser.parse_known_args(argv)  # words: flags of the recipe, which is not known yet
     if not (args.run or args.model or args.recipe):

@@ -71,7 +71,7 @@ def read_recipe(run: str) -> str:
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path} is not the config.json of a run: it names no recipe.") from None
     if recipe not in RECIPES:
-        raise UserError(f"{path} names the recipe {recipe!r}; known are {', '.join(RECIPES)}.")
+        raise UserError(f"{path} names the recipe {recipe!r}; the recipes are {', '.join(RECIPES)}.")
     return recipe
 
 

@@ -1,4 +1,4 @@
-"""Print what this machine has, and what the recipes can use of it: ./launch.sh doctor
+"""Print what this machine has, and what the recipes can use: ./launch.sh doctor
 
 Every line is a fact, or `missing` with what is lost without it.
 """

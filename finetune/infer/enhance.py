@@ -1,4 +1,4 @@
-"""Enhance noisy recordings with what cmgan.py or diffusion_buffer.py trained.
+"""Enhance noisy recordings with a model that cmgan.py or diffusion_buffer.py trained.
 
 python finetune/infer/enhance.py --run runs/tuned --source noisy_wavs --out enhanced
 python finetune/infer/enhance.py --model runs/live/export --source noisy_wavs --out enhanced --delay 5
@@ -6,8 +6,8 @@ python finetune/infer/enhance.py --model best_ckpt/ckpt --recipe cmgan --source 
 python finetune/infer/enhance.py --model official.ckpt --recipe diffusion_buffer --source noisy_wavs --out enhanced
 
 --source is a recording or a folder of them, at any sample rate, mono or stereo, in any format that libsndfile reads.
-Every one is written as .wav, at its own sample rate, under the same name below --out. The models hear up to 8 kHz:
-what is above is cut, or with --high-band keep left as it is, noise included.
+Each is written as .wav, at its own sample rate, under the same name in --out. The models work up to 8 kHz: everything
+above is cut, or with --high-band keep left as it is, noise included.
 """
 
 import sys
@@ -30,15 +30,15 @@ def parse_args(argv: list[str] | None = None):
     parser = command_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="run folder, whose export is used")
-    what.add_argument("--model", type=Path, help="export folder, checkpoint folder or file of weights")
-    parser.add_argument("--recipe", choices=OPTIONS, help="only for a file of weights that has no config.json")
+    what.add_argument("--model", type=Path, help="export folder, checkpoint folder or weights file")
+    parser.add_argument("--recipe", choices=OPTIONS, help="only for a weights file without config.json")
     parser.add_argument("--source", type=Path, required=True, help="a noisy recording, or a folder of them")
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for the enhanced recordings, or a .wav for a single one"
     )
     parser.add_argument(
         "--high-band", choices=("cut", "keep"), default="cut",
-        help="above the 8 kHz that the models hear: cut, or keep the recording's own sound (default: cut)",
+        help="above 8 kHz: cut, or keep the recording's own sound (default: cut)",
     )  # fmt: skip
     parser.add_argument(
         "--dnsmos", action="store_true", help="predict the quality before and after, without a reference (speechmos)"
@@ -48,14 +48,14 @@ def parse_args(argv: list[str] | None = None):
         "--no-padding", action="store_true", default=None,
         help="do not pad to whole frames with the recording's own start, as the published evaluation does",
     )  # fmt: skip
-    cmgan.add_argument("--window-seconds", type=float, help="length of the windows of long recordings (default: 16)")
+    cmgan.add_argument("--window-seconds", type=float, help="window length for long recordings (default: 16)")
     buffer = parser.add_argument_group(
         "only for diffusion_buffer",
         "Also the recipe's flags of network, spectrum, diffusion and stream, such as --buffer or --stream official.",
     )
     buffer.add_argument("--delay", type=int, help="frames of delay; 0 = the whole buffer (default: 0)")
     buffer.add_argument("--temperature", type=float, help="scale of the diffusion noise; 0 = none (default: 1)")
-    buffer.add_argument("--seed", type=int, help="key of the diffusion noise (default: 0)")
+    buffer.add_argument("--seed", type=int, help="random seed of the diffusion noise (default: 0)")
     args, args.words = parser.parse_known_args(argv)
     args.parser = parser
     return args

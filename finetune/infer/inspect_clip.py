@@ -5,8 +5,8 @@
     ./launch.sh inspect --run runs/my-voice --clip ID
 
 The recipe's own batch and loss are used, so that what is shown is what is trained; dropout is off, as in evaluation.
-All other flags are the recipe's, such as --text-dropout 0. A run and an exported folder bring the flags that they were
-trained with; flags given here win.
+All other flags are the recipe's, such as --text-dropout 0. A run or an exported folder supplies the flags of its
+training; flags given here win.
 """
 
 import dataclasses
@@ -41,14 +41,16 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--run", type=Path, help="run folder: its flags, its data, and its export for predictions")
     parser.add_argument("--data", help="training data; default: the run's, or the embedded demo's")
     parser.add_argument(
-        "--clip", metavar="ID", help="id of a trained clip; default: the first; --clip=-x for one with a dash"
+        "--clip", metavar="ID", help="id of a training clip; default: the first; --clip=-x if it begins with a dash"
     )
     parser.add_argument("--model", help="as in the recipe, or a folder that it exported; empty: no predictions")
     parser.add_argument(
-        "--no-predictions", action="store_true", help="read no weights, only what the layout depends on"
+        "--no-predictions", action="store_true", help="read no weights, only configuration and tokenizer"
     )
-    parser.add_argument("--epoch", type=int, default=0, help="crops and dropped texts differ by epoch (default: 0)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write all of it as a page, with pictures of pairs")
+    parser.add_argument(
+        "--epoch", type=int, default=0, help="show the crops and dropped texts of this epoch (default: 0)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with more rows, and pictures of pairs")
     args, args.rest = parser.parse_known_args(argv)
     return args
 
@@ -156,7 +158,7 @@ def inspect(args) -> list:
     check(dataclasses.replace(config, model=config.model or "none", data=config.data))
     if not config.model and name in ("higgs_clone", "llama_mot"):
         raise UserError(
-            f"--recipe {name} needs --model, whose tokenizer makes the tokens; --no-predictions reads no more."
+            f"--recipe {name} needs --model for its tokenizer; with --no-predictions its weights are not read."
         )
     package = importlib.import_module(f"models.{RECIPES[name][0]}.show")
     if Path(config.data, "dataset.json").is_file():  # a wrong id is found before a model is loaded

@@ -25,9 +25,9 @@ def parse_args():
     parser.add_argument(
         "--revision", default="", help="revision of Llama on the hub; default: the adapter's, or the newest"
     )
-    parser.add_argument("--caption", help="text prompt: what the music is like")
+    parser.add_argument("--caption", help="text prompt that describes the music")
     parser.add_argument("--wav", help="output file; codes (.npy) and settings (.json) are written next to it")
-    parser.add_argument("--codec", help="EnCodec: hub id or local folder; default: the one of the training data")
+    parser.add_argument("--codec", help="EnCodec: hub id or local folder; default: that of the training data")
     parser.add_argument("--continue", dest="start", metavar="NPY", help="continue these codes (frames, codebooks)")
     parser.add_argument(
         "--seconds",
@@ -63,7 +63,7 @@ def parse_args():
     parser.add_argument(
         "--merge-tables",
         metavar="DIR",
-        help="write Llama with the music rows in its embedding tables instead of generating",
+        help="write a Llama folder with the music embeddings in its tables instead of generating",
     )
     return parser.parse_args()
 

@@ -29,7 +29,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--out",
         type=Path,
         metavar="FILE",
-        help="default: report.html in the run folder; for several runs, comparison.html next to the first",
+        help="page to write; default: report.html in the run folder, or comparison.html next to the first of several",
     )
     return parser.parse_args(argv)
 

@@ -3,7 +3,7 @@
     ./launch.sh watch runs/my-voice
 
 The page is served to this machine only (127.0.0.1). To see the run of another machine, start this there and forward the
-port: ssh -L 8765:127.0.0.1:8765 HOST. Ctrl-C ends it; the training does not notice.
+port: ssh -L 8765:127.0.0.1:8765 HOST. Ctrl-C ends it without affecting the training.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--run", dest="named", type=Path, metavar="RUN", help="the same, as in the other commands")
-    parser.add_argument("--port", type=int, default=8765, help="default: 8765; 0 = any that is free")
+    parser.add_argument("--port", type=int, default=8765, help="port of the page (default: 8765; 0 = any free one)")
     return parser.parse_args(argv)
 
 

@@ -28,6 +28,8 @@ def main() -> None:
     args = parser.parse_args()
     from demo import ensure_demo
 
+    from helpers import support
+
     ensure_demo(support.DIA)
     print(f"{os.cpu_count()} cores, jobs of {args.ranks} ranks, {args.steps} steps after {WARM_UP}\n")
     print("| | steps/s | processor ms per step and rank | of which system | switches per step: voluntary | forced |")

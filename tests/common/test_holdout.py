@@ -101,7 +101,7 @@ def test_a_clip_that_is_marked_as_held_out_is_on_neither_side(make):
 
 def test_a_split_that_leaves_a_side_empty_is_refused(make):
     one = make(names(20), {"group": ["a"] * 20})
-    with pytest.raises(UserError, match=r"--eval-split 0.1 holds (all|none) of the 1 groups of .* out: choose"):
+    with pytest.raises(UserError, match=r"--eval-split 0.1 holds out (all|none) of the 1 groups in .*: choose"):
         rows_to_use(one, Settings(0.1), True)
     with pytest.raises(UserError, match="has no column `speaker`"):
         rows_to_use(one, Settings(0.1, "speaker"), True)

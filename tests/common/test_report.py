@@ -107,7 +107,7 @@ def test_headline_numbers_are_those_of_the_export_and_their_change(run):
     words = " ".join(page_of(folder).sections["headline"].split())
     assert "evaluation loss 2.25 -0.75 better before training 3" in words
     assert "text gap 0.125 -0.375 worse before training 0.5" in words
-    assert "ends found 75.0 % +50.0 points better before training 25.0 %" in words
+    assert "ends predicted 75.0 % +50.0 points better before training 25.0 %" in words
     (folder / "export" / "training_config.json").unlink()  # not exported: the last evaluation stands for the run
     assert "evaluation loss 2.75 -0.25 better" in " ".join(page_of(folder).sections["headline"].split())
 
@@ -289,9 +289,9 @@ def test_warnings_come_first_and_old_alarms_are_folded_away(run):
     # Five, and the one for browsers without JavaScript.
     assert page.classes.count("warn") == 5 + 1 and words.index("too quiet") < words.index("too loud")
     assert "1 warning at earlier evaluations" in words
-    for sentence in ("75 % of the time was spent waiting", "60 % of what was computed is padding",
+    for sentence in ("75 % of the time was spent waiting", "60 % of the computed positions are padding",
                      "The evaluation loss is worse than it was at the start: 1.75, before training 1.5.",
-                     "it is in export-refused/"):  # fmt: skip
+                     "outputs differ from the training engine's; it was moved to export-refused/"):  # fmt: skip
         assert sentence in words, sentence
 
 
@@ -305,8 +305,8 @@ def test_what_was_skipped_is_listed_with_its_reason(run, tmp_path):
     page = page_of(run(records, config={"data": str(tmp_path / "tokens"), "max_spike": 5.0}))
     words = page.sections["skipped"]
     assert "clip-19 and 5 more" in words and "clip-20" not in words and "not finite" in words
-    assert "the gradient norm 12.5 was over --max-spike 5.0 times its median" in words and "no PESQ value" in words
-    assert words.index("2 clips, when the data was made") < words.index("1 clip, when the data was made")
+    assert "the gradient norm 12.5 was over 5.0 times its median (--max-spike)" in words and "no PESQ value" in words
+    assert words.index("2 clips, when the data was prepared") < words.index("1 clip, when the data was prepared")
     assert "2 steps were skipped" in page.sections["warnings"]
 
 
@@ -455,5 +455,5 @@ def test_numbers_and_facts_in_words():
     assert [duration(value) for value in (4.21, 600, 7260)] == ["4.2 s", "10 min", "2 h 1 min"]
     facts = {"name": "a", "seconds": 1.5, "repeats": 0.25, "silent": 0.5, "longest_silence": 0.4, "clipped": 0.0}
     assert facts_in_words(facts | {"wer": 0.125, "odd_fact": 2}) == [
-        "1.50 s long", "25 % of its frames repeat the one before", "50 % silence, up to 0.4 s at once", "no clipping",
+        "1.50 s long", "25 % of its frames repeat the previous one", "50 % silence, up to 0.4 s at once", "no clipping",
         "word error rate 12.5 %", "odd fact 2"]  # fmt: skip

@@ -137,4 +137,4 @@ def test_frechet_distance_is_the_textbook_one():
 def test_a_missing_model_is_a_one_sentence_error(script, run, dac, monkeypatch, flags):
     monkeypatch.setitem(sys.modules, "speechmos", None)
     code, _, err = script("watch", run, "--once", "--names", *NAMES, *flags)
-    assert code == 2 and ("pip install speechmos" in err or "is no local folder" in err)
+    assert code == 2 and ("pip install speechmos" in err or "is not a local folder" in err)

@@ -248,4 +248,4 @@ def test_every_recipe_passes_and_notices_damage(runs, name, damages, tmp_path):
     for damage in damages:
         assert "differ from the engine's by" in (problem_of(run, tmp_path, damage) or "no problem"), damage
     printed = (run / "printed.log").read_text()
-    assert "the export computes what was trained: outputs of" in printed
+    assert "the export matches the training engine: outputs of" in printed

@@ -144,8 +144,8 @@ class Clips:
         prompted = (drawn < config.voice_prompt) & (others > 0) & (speaker >= 0)
         if self.train and not prompted.any():
             raise UserError(
-                f"--voice-prompt: no clip of {self.tokens.folder} has another one of its speaker to continue, of at"
-                f" most {config.voice_prompt_seconds:g} s (--voice-prompt-seconds) and so that both fit into the model."
+                f"--voice-prompt: no clip in {self.tokens.folder} can follow another by the same speaker of at most"
+                f" {config.voice_prompt_seconds:g} s (--voice-prompt-seconds) so that both fit into the model."
             )
         self.lengths[prompted] += frames[order[last[prompted]]]
         self._voices = order, prompted, first, last, own
@@ -269,7 +269,7 @@ class Clips:
         if self.dropped:
             say(f"warning: {self.dropped} clips of {self.tokens.folder} are too long and were dropped")
         if self._voices is not None:
-            say(f"voice prompts: {self._voices[1].sum():,} of {len(self):,} clips continue another of their speaker")
+            say(f"voice prompts: {self._voices[1].sum():,} of {len(self):,} clips follow another by the same speaker")
         if self.config.text_dropout == 0 and self.train:
             say("warning: --text-dropout 0 trains no unconditional samples: guidance above 1 will sound worse")
         if self.config.text_mode == "speech":

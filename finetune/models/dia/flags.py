@@ -19,33 +19,39 @@ class DiaFlags(SpeechFlags):
     text_mode: Literal["speech", "tags"] = flag("speech", "texts are transcripts, or comma-separated tags (music)")
     tag_dropout: float = flag(0.1, "tags: probability of dropping each tag", low=0, high=1)
     tag_limit: int = flag(0, "tags: keep at most this many; 0 = all", low=0)
-    tag_map: str = flag("", "JSON file of tags that become one trained control byte each; empty = none")
+    tag_map: str = flag("", "JSON file that maps tags to control bytes whose embeddings are trained; empty = none")
     allow_empty_text: bool = flag(False, "train on clips that have no text")
-    over_long_text: Literal["error", "drop"] = flag("error", "texts longer than the model's limit; they are never cut")
-    max_seconds: float = flag(0.0, "train on at most this many seconds of a clip; 0 = the model's limit", low=0)
-    over_long: Literal["error", "drop", "crop"] = flag("error", "clips longer than that; crop only for tag prompts")
+    over_long_text: Literal["error", "drop"] = flag(
+        "error", "what to do with texts over the model's limit; they are never cut"
+    )
+    max_seconds: float = flag(0.0, "longest clip in seconds; 0 = the model's limit", low=0)
+    over_long: Literal["error", "drop", "crop"] = flag(
+        "error", "what to do with longer clips; crop needs --text-mode tags"
+    )
     text_dropout: float = flag(
         0.15, "fraction of samples trained without text, which classifier-free guidance needs", low=0, high=1
     )
     qk_lr: float = flag(
         1.0,
-        "learning rate of query and key projections relative to --lr: Dia does not scale its attention down, so their"
-        " updates have 11 times the effect",
+        "learning rate of query and key projections, relative to --lr; in Dia's unscaled attention their updates have"
+        " 11 times the effect",
         group="schedule",
         low=0.01,
         high=1,
     )
     voice_prompt: float = flag(
         0.0,
-        "fraction of the clips that continue another clip of their speaker, whose codes and text are context only",
+        "voice cloning: fraction of the clips that follow another clip by the same speaker, which is only context",
         low=0,
         high=1,
     )
-    voice_prompt_seconds: float = flag(10.0, "longest clip that is continued", low=0.1)
-    channel_weights: Literal["equal", "first4x"] = flag("equal", "loss weights of the codebooks")
+    voice_prompt_seconds: float = flag(10.0, "longest clip used as that context, in seconds", low=0.1)
+    channel_weights: Literal["equal", "first4x"] = flag(
+        "equal", "loss weights of the codebooks; first4x: 4 for the first, 1 for the others"
+    )
     eos_weight: float = flag(1.0, "loss weight of the end-of-speech token", low=0)
     min_eos_recall: float = flag(
-        0.0, "never select a checkpoint as best that predicts fewer of the ends than this", low=0, high=1
+        0.0, "a checkpoint that predicts a smaller fraction of clip ends than this is never the best", low=0, high=1
     )
     sample_frames: int = flag(
         0, "longest sample in codec frames; 0 = 1.5 x the longest evaluation clip", low=0, may_change=True

@@ -181,7 +181,7 @@ def read_native(file: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{file} cannot be read as plain weights: {str(error).splitlines()[0]}") from None
     weights = {name.removeprefix("model."): value for name, value in weights.items()}
     if "decoder.embeddings.0.weight" not in weights:
-        raise UserError(f"{file} is no native Dia checkpoint: it has no decoder.embeddings.0.weight.")
+        raise UserError(f"{file} is not a native Dia checkpoint: it has no decoder.embeddings.0.weight.")
     return weights
 
 

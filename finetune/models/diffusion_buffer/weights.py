@@ -211,7 +211,7 @@ def _settings(weights: dict[str, torch.Tensor], content: dict, path: Path) -> di
     if settings.get("output_scale") == "time":
         settings["context_time"] = 1.0  # the official code sets it by accident, in training and when it enhances
     if stated.get("normalize", "not") != "not":
-        say(f"warning: {path} was trained on recordings that were divided by their peak; a stream does not know it yet:"
+        say(f"warning: {path} was trained on recordings divided by their peak, which a stream does not know in advance:"
             " give it recordings with a peak of 1")  # fmt: skip
     return settings
 

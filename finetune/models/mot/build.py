@@ -118,7 +118,7 @@ def legacy_layer_map(layers: int, donor_layers: int) -> tuple[int, ...]:
     if layers > donor_layers:
         say(
             f"warning: the first MoT trainer left the experts of layers {donor_layers} to {layers - 1} random and did"
-            f" not save them: they start from MusicGen's last layer, which their projections have never met"
+            f" not save them: they start from MusicGen's last layer, which their projections were not trained with"
         )
     return tuple(min(i, donor_layers - 1) for i in range(layers))
 

@@ -66,7 +66,7 @@ def convert(folder: Path, out: Path) -> None:
     missing = set(odd.missing_keys) - {"lm_head.weight"} if config.tie_word_embeddings else set(odd.missing_keys)
     if missing or odd.unexpected_keys:
         name = min(missing | set(odd.unexpected_keys))
-        raise UserError(f"{folder} is no Llama text model: {name} is missing or has no place.")
+        raise UserError(f"{folder} is not a Llama text model: {name} is missing or has no place.")
     model.tie_weights()
     draft = out.with_name(f".{out.name}.tmp")
     runs.empty_folder(draft)
@@ -93,7 +93,7 @@ def rename(parts: list[dict], sizes: dict, folder: Path) -> dict[str, torch.Tens
         elif name == "norm.weight":
             target, axis = "model.norm.weight", None
         else:
-            raise UserError(f"{folder} is no Llama text model: it holds {name}.")
+            raise UserError(f"{folder} is not a Llama text model: it holds {name}.")
         value = first if axis is None or len(parts) == 1 else torch.cat([part[name] for part in parts], axis)
         if name.endswith(("wq.weight", "wk.weight")):
             # Meta turns neighbouring channels of a head together, transformers channel i and i + head_dim / 2.

@@ -100,7 +100,7 @@ def test_texts_that_do_not_fit_together_leave_the_clip_alone(voices, make_clips,
 def test_what_cannot_be_continued_is_one_sentence(make_clips, random_codes, voices):
     with pytest.raises(UserError, match="does not name the speakers"):
         make_clips(random_codes(5, 5), voice_prompt=0.5)
-    with pytest.raises(UserError, match="no clip of .* has another one of its speaker"):
+    with pytest.raises(UserError, match="no clip in .* can follow another by the same speaker"):
         voices(frames=[5, 5], speakers=["a", "b"])
     with pytest.raises(UserError, match="--text-mode speech"):
         voices(text_mode="tags")

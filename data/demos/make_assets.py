@@ -8,11 +8,12 @@ synthesiser; its voices are free (BSD-style licences). The steps:
 
 1. data/demos/voices.py: four voices say 625 sentences each
 2. data/train_codec.py: the codec, on all of them
-3. AWB and RMS, the voices of Dia, say 585 of the sentences and parts of sentences four times each, at different
-   speeds, and SLT, the new voice, says 128 of them twice: from sentences that are said once, Dia learned them by
-   heart instead of learning to read (docs/log.md)
-4. data/encode.py; AWB is tagged [S1], RMS [S2], and SLT [S1] again
-5. finetune/dia_full.py: a tiny Dia with random weights learns to read, on 1 rank
+3. more speech: AWB and RMS, the voices of Dia, say 585 of the sentences and parts of sentences four times each, at
+   different speeds; they and KAL say all of it twice with throats of other sizes, which makes other voices of them; and
+   SLT, the new voice, says 128 of the sentences and the parts twice. From sentences that are said once, Dia learned
+   them by heart instead of learning to read; from two voices, it could not read in a third (docs/log.md)
+4. data/encode.py; AWB is tagged [S1], RMS [S2], KAL either, and SLT [S1]
+5. finetune/dia_full.py, 1 rank: a tiny Dia with random weights learns to read with two voices, then with many
 """
 
 import itertools
@@ -33,16 +34,22 @@ from lib.store import hash_file, refuse_existing, write_json, write_jsonl
 
 DATA = Path(__file__).resolve().parents[1]
 TAGS = {"awb": "[S1]", "rms": "[S2]", "slt": "[S1]"}
+THROATS = [round(0.85 + 0.05 * number, 2) for number in range(12)]  # factors on all frequencies, 1.4 is a small throat
 # The sentences of every voice have the same numbers, so those kept for evaluation are new to all models.
 EVAL, TRAIN, NEW = range(40), range(40, 625), range(40, 168)
-AGAIN = {"base-train": (("awb", "rms"), TRAIN, 4), "train": (("slt",), NEW, 2)}  # and how often each text is said
+AGAIN = {  # voices, sentences, how often each text is said, and whether with other throats
+    "base-train": (("awb", "rms"), TRAIN, 4, False),
+    "many-train": (("awb", "rms", "kal16"), TRAIN, 2, True),
+    "train": (("slt",), NEW, 2, False),
+}
 ONCE = {"base-eval": ("awb", "rms"), "eval": ("slt",)}
 ORIGINALS = (0, 5, 11, 16, 22, 27, 33, 39)  # recordings that come with the new voice: those of the demo's 8 samples
 TRAINING = (
-    "--precision fp32 --steps 9000 --lr 1e-3 --warmup 100 --ema 0.998 --micro-tokens 1200 --channel-weights first4x"
-    " --text-dropout 0.1 --seed 0 --eval-every 250 --save-every 500 --keep 3 --samples 4 --sample-greedy"
-    " --sample-every 3000"
+    "--precision fp32 --ema 0.998 --micro-tokens 1200 --channel-weights first4x --text-dropout 0.1 --seed 0"
+    " --eval-every 300 --save-every 300 --keep 3 --samples 0"
 ).split()
+FIRST = "--steps 6000 --lr 1e-3 --warmup 100".split()
+SECOND = "--steps 3600 --lr 7e-4 --warmup 50".split()
 
 
 def main() -> None:
@@ -95,19 +102,24 @@ def clip_of(voice: str, number: int) -> dict:
 # ---- speech ----------------------------------------------------------------------------------------------------
 
 
-def speak_again(folder: Path, name: str, voices: tuple[str, ...], numbers: range, times: int) -> None:
+def speak_again(folder: Path, name: str, voices: tuple[str, ...], numbers: range, times: int, many: bool) -> None:
     """<name>.jsonl: these voices say sentences and parts of sentences several times, each time at another speed and
-    after another silence of less than two codec frames, so that no two clips have the same codes."""
+    after another silence of less than two codec frames, so that no two clips have the same codes. `many`: each time
+    with another throat too."""
     if (folder / f"{name}.jsonl").exists():
         return
-    (folder / "again").mkdir(exist_ok=True)
+    audio = folder / f"{name}-audio"
+    audio.mkdir(exist_ok=True)
     texts = [sentences()[number] for number in numbers] + parts_of_sentences()
     clips, jobs = [], []
     for voice in voices:
         for (number, text), time in itertools.product(enumerate(texts), range(times)):
-            draw, clip = random.Random(f"{voice}{number}{time}"), f"{voice}-{number:03d}-{time}"
-            jobs.append((voice, text, folder / "again" / f"{clip}.wav", draw.uniform(0.88, 1.15), draw.randrange(640)))
-            clips.append({"id": clip, "audio": f"again/{clip}.wav", "text": f"{TAGS[voice]} {text}", "speaker": voice})
+            draw = random.Random(f"{'many' if many else ''}{voice}{number}{time}")
+            throat = draw.choice(THROATS) if many else 1.0
+            clip, stretch, silence = f"{voice}-{number:03d}-{time}", draw.uniform(0.88, 1.15), draw.randrange(640)
+            text = f"{TAGS.get(voice) or draw.choice(['[S1]', '[S2]'])} {text}"
+            jobs.append((voice, text.split("] ")[1], audio / f"{clip}.wav", stretch, silence, throat))
+            clips.append({"id": f"{name}-{clip}", "audio": f"{audio.name}/{clip}.wav", "text": text, "speaker": voice})
     print(f"{name}: {len(jobs)} clips", flush=True)
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda job: speak_once(*job), jobs))
@@ -124,26 +136,36 @@ def parts_of_sentences() -> list[str]:
     return texts
 
 
-def speak_once(voice: str, text: str, file: Path, stretch: float, silence: int) -> None:
+def speak_once(voice: str, text: str, file: Path, stretch: float, silence: int, throat: float) -> None:
     import numpy as np
     import soundfile
+    import torch
+    from torchaudio.functional import resample
 
-    speak(voice, text, file, "--setf", f"duration_stretch={stretch:.3f}")
-    wave, rate = soundfile.read(file, dtype="int16")
-    soundfile.write(file, np.concatenate([np.zeros(silence, "int16"), wave]), rate)
+    speak(voice, text, file, "--setf", f"duration_stretch={stretch * throat:.3f}")
+    wave, rate = soundfile.read(file, dtype="float32")
+    if throat != 1:  # played faster: higher, and as long as before, because it was spoken slower
+        wave = resample(torch.from_numpy(wave), round(rate * throat), rate).numpy()
+    wave = np.concatenate([np.zeros(silence, "float32"), wave]).clip(-1, 1)
+    soundfile.write(file, wave, rate, subtype="PCM_16")
 
 
 # ---- Dia -------------------------------------------------------------------------------------------------------
 
 
 def train_dia(work: Path, codec: Path) -> None:
-    random = work / "dia-random"
-    if not random.exists():
-        save_random_dia(random, codec)
-    if (work / "dia" / "export" / "model.safetensors").exists():
-        return
-    folders = ["--model", random, "--data", work / "tokens/base-train", "--eval-data", work / "tokens/base-eval"]
-    call([DATA.parent / "launch.sh", "dia_full", "--ranks", "1", *folders, "--out", work / "dia", *TRAINING])
+    tokens = work / "tokens"
+    if not (work / "dia-random").exists():
+        save_random_dia(work / "dia-random", codec)
+    first, second = ["--data", tokens / "base-train"], ["--data", tokens / "many-train"]
+    second += ["--rehearsal", f"{tokens / 'base-train'}:0.4"]
+    for folder, model, words in (
+        (work / "dia-first", work / "dia-random", first + FIRST),
+        (work / "dia", work / "dia-first" / "export", second + SECOND),
+    ):
+        if not (folder / "export" / "model.safetensors").exists():
+            words = ["--model", model, *words, "--eval-data", tokens / "base-eval", "--out", folder, *TRAINING]
+            call([DATA.parent / "launch.sh", "dia_full", "--ranks", "1", *words])
 
 
 def save_random_dia(folder: Path, codec: Path) -> None:
@@ -188,7 +210,7 @@ def save_random_dia(folder: Path, codec: Path) -> None:
         **special,
     )
     torch.manual_seed(0)
-    model = DiaForConditionalGeneration(DiaConfig(encoder_config=encoder, decoder_config=decoder, **special))
+    model = DiaForConditionalGeneration(DiaConfig(encoder_config=encoder, decoder_config=decoder))
     model.generation_config = GenerationConfig(do_sample=False, max_length=512, **special)
     draft = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(draft, ignore_errors=True)

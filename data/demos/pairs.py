@@ -3,16 +3,19 @@
     python data/demo.py --out demo-pairs --model pairs
 
 demo-pairs/audio/clean, audio/noise   the recordings that are mixed
-demo-pairs/mild                       little noise (15 to 35 dB), for CMGAN: 48 clips of three voices, and 8 of a fourth
+demo-pairs/mild                       little noise (15 to 35 dB), for CMGAN: 48 clips of three voices with three noises,
+                                      and 8 clips for evaluation, of another voice with another noise
 demo-pairs/strong                     much noise (0 to 10 dB), for the Diffusion Buffer: the same clips and noises
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from demos import dia
 
 CLIPS_PER_VOICE = {"ada": 16, "ben": 16, "cleo": 16, "dov": 8}
 NOISES = {"hiss": 0.0, "rumble": 1.5, "wind": 1.0}  # name -> slope: power falls with frequency ** slope
+NEW_VOICE, NEW_NOISE = "dov", {"rain": 0.5}  # the recipes hold this voice out, and nothing else has this noise
 SNR_DB = {
     "mild": (15.0, 35.0),  # the voices are so clean that PESQ is only 1.1 to 3 here
     "strong": (0.0, 10.0),  # the Diffusion Buffer is judged by decibels
@@ -30,12 +33,15 @@ def build_parts(folder: Path, final: Path) -> None:
         for number in range(count):
             path = clean_folder / f"{speaker}_{number:03d}.wav"
             soundfile.write(path, dia.speak(texts.pop(), speaker), dia.RATE, subtype="PCM_16")
-    for number, (name, slope) in enumerate(NOISES.items()):
-        soundfile.write(noise_folder / f"{name}.wav", make_noise(slope, number), dia.RATE, subtype="PCM_16")
+    for number, (name, slope) in enumerate((NOISES | NEW_NOISE).items()):
+        path = (folder / "audio" if name in NEW_NOISE else noise_folder) / f"{name}.wav"
+        soundfile.write(path, make_noise(slope, number), dia.RATE, subtype="PCM_16")
 
     from pairs import Settings, find_mixtures, pairs_key, write_pairs
 
     mixtures = find_mixtures(clean_folder, noise_folder, dia.SEED)
+    new = {"other": folder / "audio" / "rain.wav"}
+    mixtures = [replace(pair, **new) if pair.id.startswith(NEW_VOICE) else pair for pair in mixtures]
     for name, snr in SNR_DB.items():
         settings = Settings(sample_rate=16000, snr=snr, seed=dia.SEED, min_seconds=0.4)
         key = pairs_key(mixtures, settings)

@@ -34,3 +34,17 @@ def test_noise_differs_only_in_level(demo_pairs):
     for id, mild in demo_pairs["mild"].items():
         noises = [row["noisy"].astype(float) - row["clean"] for row in (mild, demo_pairs["strong"][id])]
         assert np.corrcoef(*noises)[0, 1] > 0.99
+
+
+def test_the_evaluation_voice_has_a_noise_of_its_own(demo_pairs, pairs):
+    """By the slope of its spectrum: power falls with the square root of the frequency, in no other noise."""
+    slopes = {"dov": [], "others": []}
+    for id, row in demo_pairs["strong"].items():
+        noise = row["noisy"].astype(float) - row["clean"]
+        power = np.abs(np.fft.rfft(noise)) ** 2
+        frequency = np.fft.rfftfreq(len(noise), 1 / 16000)
+        bands = [power[(frequency >= low) & (frequency < 2 * low)].mean() for low in (200, 400, 800, 1600, 3200)]
+        slope = -np.polyfit(np.log(2.0 ** np.arange(5)), np.log(bands), 1)[0]
+        slopes["dov" if id.startswith("dov") else "others"].append(slope)
+    assert np.allclose(slopes["dov"], 0.5, atol=0.2)
+    assert np.min(np.abs(np.array(slopes["others"]) - 0.5)) > 0.25

@@ -1,0 +1,134 @@
+"""The demo is a real fine-tuning: a recogniser and a speaker encoder judge what it says (helpers/speech_judge.py).
+
+Every sentence is new to the models: to the demo's Dia, and to the adapter that the demo trains.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import speech_judge, support
+
+pytestmark = [pytest.mark.distributed]
+SENTENCES = range(0, 40, 2)
+
+
+@pytest.fixture(scope="module")
+def speech():
+    from demo import ensure_demo
+
+    return ensure_demo(support.ROOT / "runs" / "demo-assets-speech", "speech")
+
+
+@pytest.fixture(scope="module")
+def judge(speech):
+    for package in ("pocketsphinx", "resemblyzer", "webrtcvad"):
+        pytest.importorskip(package, reason="pip install --no-deps -r requirements-scoring.txt")
+    return speech_judge.Judge(speech)
+
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory):
+    """Output and run folder of `./launch.sh demo`."""
+    run = tmp_path_factory.mktemp("demo") / "run"
+    environment = support.environment(AUDIO_FINETUNE_ENV=str(Path(support.PYTHON).parents[1]))
+    command = [support.ROOT / "launch.sh", "demo", "--out", run]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=run.parent, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout, run
+
+
+@pytest.fixture(scope="module")
+def heard(judge, speech, demo_run):
+    """Figures of the base, the tuned model and the recordings."""
+    base, tuned = speech_judge.load(speech), speech_judge.load(speech, demo_run[1] / "export")
+    figures = {"recordings": {"wer": judge.word_errors(judge.recordings)}}
+    figures["recordings"]["similarity"] = judge.similarity(judge.recordings)
+    figures["base"] = figures_of(judge, base, speech)
+    figures["tuned"] = figures_of(judge, tuned, speech)
+    print(json.dumps(figures))
+    return figures | {"base model": base, "tuned model": tuned}
+
+
+def figures_of(judge, model, speech, **options) -> dict:
+    waves, ended = speech_judge.speak(model, speech, SENTENCES, **options)
+    return {"wer": judge.word_errors(waves), "similarity": judge.similarity(waves), "ended": ended}
+
+
+def assert_has_learned(after: dict, before: dict, recordings: dict) -> None:
+    """The bars of the demo."""
+    assert after["wer"] <= 0.20
+    assert after["ended"] == 1.0
+    assert after["similarity"] >= before["similarity"] + 0.10
+    assert after["similarity"] >= recordings["similarity"] - 0.05
+
+
+def test_recordings_and_their_codes_are_understood(judge, speech):
+    from transformers import DacModel
+
+    from common.tokens import TokenDataset
+
+    assert judge.word_errors(judge.recordings) <= 0.05
+    codec, tokens = (
+        DacModel.from_pretrained(speech / "codec", dtype=torch.float32),
+        TokenDataset(speech / "tokens/eval"),
+    )
+    waves = {}
+    for row in range(len(tokens)):
+        codes = torch.from_numpy(tokens.codes(row).astype(np.int64)).T[None]
+        with torch.no_grad():
+            waves[int(tokens.id(row)[-3:])] = codec.decode(audio_codes=codes).audio_values[0].numpy()
+    assert len(waves) == 40 and judge.word_errors(waves) <= 0.10
+
+
+def test_the_base_reads_new_sentences_in_its_own_voices(judge, speech):
+    model = speech_judge.load(speech)
+    for tag in ("[S1]", "[S2]"):
+        figures = figures_of(judge, model, speech, tag=tag)
+        assert figures["wer"] <= 0.20 and figures["ended"] == 1.0, (tag, figures)
+
+
+def test_the_tuned_model_reads_new_sentences_in_the_new_voice(heard):
+    assert_has_learned(heard["tuned"], heard["base"], heard["recordings"])
+
+
+def test_the_demos_own_table_says_so_too(demo_run):
+    """What the run measured on its 8 samples, and on all evaluation sentences."""
+    output, run = demo_run
+    records = support.metrics(run)
+    chosen = json.loads((run / "export" / "training_config.json").read_text())["checkpoint"]["step"]
+    before, after = (
+        {
+            key: value
+            for record in records
+            if record.get("step") == step and "event" in record
+            for key, value in record.items()
+        }
+        for step in (0, chosen)
+    )
+    assert after["eos_recall"] >= 0.9 and after["text_gap_onsets"] >= 0.15
+    last = [record for record in records if record.get("event") == "scores"][-1]
+    assert last["wer"] <= 0.25 and last["stop_rate"] == 1.0 and 0.8 <= last["duration_ratio"] <= 1.25
+    assert last["similarity"] >= before["similarity"] + 0.10
+    for label in ("word error rate", "speaker similarity", "ends predicted", "text gap at onsets", "length, relative"):
+        assert label in output.split("before")[-1], output[-2000:]
+
+
+def test_an_untrained_adapter_is_not_mistaken_for_the_new_voice(heard, judge, speech, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
+    get_peft_model(speech_judge.load(speech), LoraConfig(target_modules=modules)).save_pretrained(tmp_path / "adapter")
+    figures = figures_of(judge, speech_judge.load(speech, tmp_path / "adapter"), speech)
+    with pytest.raises(AssertionError, match="similarity"):
+        assert_has_learned(figures, heard["base"], heard["recordings"])
+
+
+def test_speech_without_the_text_is_not_mistaken_for_reading(heard, judge, speech):
+    figures = figures_of(judge, heard["tuned model"], speech, mute=True)
+    with pytest.raises(AssertionError, match="wer"):
+        assert_has_learned(figures, heard["base"], heard["recordings"])

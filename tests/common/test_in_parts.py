@@ -109,19 +109,20 @@ def test_what_does_not_fit_one_by_one_is_said_and_an_infinite_loss_has_no_finite
 # ---- with a real limit -----------------------------------------------------------------------------------------
 
 BUFFER = "--width 8 --frames 32 --buffer 8 --micro-batch 16 --precision fp32"
+CMGAN = "--channels 8 --disc-channels 4 --seconds 0.5 --micro-batch 8 --pesq-workers 1"
 COMMON = "--steps 2 --lr 1e-4 --samples 0 --eval-every 0 --save-every 0 --no-export"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("recipe", "flags"), [("diffusion_buffer", BUFFER)])
-def test_a_process_whose_memory_is_limited_trains_on(recipe, flags, pairs, tmp_path):
+@pytest.mark.parametrize(("loss", "flags"), [("diffusion_buffer.compute_loss", BUFFER), ("cmgan.compute_loss", CMGAN)])
+def test_a_process_whose_memory_is_limited_trains_on(loss, flags, pairs, tmp_path):
     """To the same losses. A new batch size costs some memory of its own, which the library of convolutions keeps, hence
     not a share of one half."""
     losses = {}
     for share in (9.0, 0.75):
         run = tmp_path / str(share)
         script = support.ROOT / "tests" / "helpers" / "limited_memory.py"
-        words = [sys.executable, script, str(share), recipe, "--data", pairs, "--out", run, *flags.split()]
+        words = [sys.executable, script, str(share), loss, "--data", pairs, "--out", run, *flags.split()]
         words += ["--ds", support.ROOT / "ds_configs" / "zero2.json", *COMMON.split()]
         environment = dict(os.environ) | support.rank_environment(0, 1, support.free_port())
         environment |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}

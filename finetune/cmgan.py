@@ -135,7 +135,7 @@ import torch
 from torch.nn import ModuleList
 
 from common import engine, export_check, in_parts, memory, optim, runs
-from common.checkpoint import load_rank_state
+from common.checkpoint import rank_states
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
 from common.holdout import refuse_overlap
@@ -390,8 +390,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     if run.checkpoint:
         loop_state = run.load(engines, ema)
         gan_ramp.restore(loop_state["gan_ramp"])
-        if config.replay and (rank_state := load_rank_state(run.checkpoint, process)):
-            labels.restore(rank_state, process.device)
+        if config.replay:
+            labels.restore(rank_states(run.checkpoint), process)
     else:
         # "history": loss and PESQ of the latest evaluations; the rest counts PESQ labels since the last one
         loop_state = {"history": [], "labels": 0, "missing": 0, "reasons": {}}
@@ -528,17 +528,22 @@ def dry_run(engines: dict, batch: dict, labels: Labels, config: Config, process:
     """--dry-run: one optimizer step of both networks on one micro-batch, its time and its memory."""
 
     def take_step(ds_engine, batch, step_weight: float) -> tuple[LossOutput, bool, float]:
+        def compute(parts: int) -> LossOutput:
+            for either in engines.values():
+                either.module.model.parts = parts
+            return ds_engine.module(batch)
+
+        parts = 1
         for _ in range(config.accumulation):
-            output = ds_engine(batch)
-            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            output, parts = in_parts.backward_whole(ds_engine, compute, crops, step_weight, parts, process)
             if ds_engine.is_gradient_accumulation_boundary():
                 applied, norm = engine.take_step(ds_engine)
             else:
                 ds_engine.step()
         return output, applied, norm
 
-    began = time.monotonic()
-    sounds = float(len(batch["ids"]) * config.accumulation * process.world)
+    began, crops = time.monotonic(), len(batch["ids"])
+    sounds = float(crops * config.accumulation * process.world)
     with engine.frozen(engines["d"].module.model):
         output, applied, norm = take_step(engines["g"], batch, sounds)
     labelled = labels.collect(0, labels.submit(0, output.extra, batch["ids"]))

@@ -899,6 +899,12 @@ add("cmgan-missing-label", FILE, "valid.append(pesq.isfinite().float())", "valid
 add("cmgan-replay-keeps-all", FILE, 'item["step"] > step - self.replay]', 'item["step"] > -1]',
     "the memory of past estimates grows forever",
     LABELS + "test_the_past_is_remembered_chosen_by_key_saved_and_restored")
+add("cmgan-replay-of-ranks", FILE, 'if item["slot"] % process.world == process.rank:', "if True:",
+    "after a change of ranks every rank remembers everything",
+    LABELS + "test_the_past_is_dealt_again_to_another_number_of_ranks")
+add("reshard-buffers", "finetune/common/reshard.py", 'buffers[name].copy_(saved["module"][name])', "pass",
+    "after a change of ranks the running statistics start again",
+    "recipes/test_cmgan_faults.py::test_another_number_of_ranks_goes_on_with_the_same_samples")
 FILE = "finetune/cmgan.py"
 add("cmgan-batch-label", FILE, "(valid * (discriminator(clean, other) - labels).square()).sum()",
     "(valid * (discriminator(clean, other) - labels.mean()).square()).sum()",

@@ -137,3 +137,53 @@ def test_a_process_whose_memory_is_limited_trains_on(loss, flags, pairs, tmp_pat
     assert len(losses[0.75]) == 2 and losses[0.75][0] == pytest.approx(losses[9.0][0], rel=1e-5)
     assert losses[0.75] == pytest.approx(losses[9.0], rel=1e-5)
     assert len(set(losses[9.0])) == 2
+
+
+DISCRIMINATOR = """
+import resource, sys, types
+sys.path.insert(0, sys.argv[1])
+import torch
+from cmgan import discriminator_loss
+from common import engine, in_parts
+from common.runtime import Process, resident_bytes
+from common.single_process import PlainEngine
+from models.cmgan.labels import Labelled
+from models.cmgan.network import Discriminator
+
+torch.manual_seed(0)
+judge = Discriminator(16).train()
+clean, made = torch.rand(16, 1, 201, 161), torch.rand(16, 1, 201, 161)
+labelled = Labelled(clean, [made], [torch.rand(16)], [torch.ones(16)])
+optimizer, config = torch.optim.SGD(judge.parameters()), types.SimpleNamespace(accumulation=1, max_grad_norm=1.0)
+plain = PlainEngine(engine.LossModule(judge, discriminator_loss), optimizer, config)
+
+def compute(parts):
+    judge.parts = parts
+    torch.manual_seed(1)
+    return plain.module((labelled, 16.0, [16.0]))
+
+found = []
+for attempt in range(2):
+    before = resident_bytes("VmSize")
+    output, parts = in_parts.backward_whole(plain, compute, 16, 1.0, 1, Process(0, 1, torch.device("cpu")))
+    needed = resident_bytes("VmPeak") - before
+    found.append({name: p.grad.clone() for name, p in judge.named_parameters()})
+    optimizer.zero_grad()
+    print("parts", parts, "needed", needed >> 20)
+    if attempt == 0:
+        limit = int(resident_bytes("VmSize") + 0.6 * needed)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+worst = max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
+largest = max(float(gradient.abs().max()) for gradient in found[0].values())
+assert worst <= 1e-5 * largest, (worst, largest)
+"""
+
+
+@pytest.mark.long
+def test_a_discriminator_whose_memory_is_limited_has_the_same_gradients():
+    environment = dict(os.environ) | {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
+    words = [sys.executable, "-c", DISCRIMINATOR, str(support.ROOT / "finetune")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("parts")]
+    assert lines[0][1] == "1" and lines[1][1] in ("2", "4", "8"), done.stdout

@@ -15,6 +15,7 @@ MAX_DISTANCE = 512  # relative positions further apart share one embedding
 # Attention logits per chunk. On a CPU a chunk fits the cache. On a GPU every chunk costs kernel launches, so 4 crops of
 # 2 s are one chunk; its 1 GB bounds the memory of a long recording.
 CHUNK_LOGITS_CPU, CHUNK_LOGITS_GPU = 2**20, 2**28
+CHUNK_BINS_EXPORT = 26  # of 101 in an ONNX file: each chunk makes the file larger and its export longer
 TINY = 1e-12  # inside roots, whose gradient at 0 is NaN
 
 
@@ -61,7 +62,8 @@ class Dropout(nn.Dropout):
         if _rows is None or not self.training:
             return super().forward(x)
         first, end, rows = _rows
-        return x * F.dropout(x.new_ones(rows, *x.shape[1:]), self.p)[first:end]
+        mask = F.dropout(x.new_ones(rows, *x.shape[1:]), self.p)[first:end]
+        return x * mask.clone()  # a view would keep the other rows' mask in memory for the backward pass
 
 
 # ---- conformer ---------------------------------------------------------------------------------------------------
@@ -129,11 +131,18 @@ class Attention(nn.Module):
         q = self.to_q(x) * (x.shape[2] // HEADS) ** -0.5
         positions = positions.to(q.dtype)
         k, v = self.to_kv(x).chunk(2, dim=-1)
-        chunk_logits = CHUNK_LOGITS_CPU if x.device.type == "cpu" else CHUNK_LOGITS_GPU
-        rows = max(1, chunk_logits // (HEADS * x.shape[1] ** 2))
-        parts = zip(q.split(rows), k.split(rows), v.split(rows), strict=True)
+        rows = _rows_per_chunk(x)
+        parts = zip(*(side.split(rows) if rows else [side] for side in (q, k, v)), strict=True)
         mixed = [_attend(*part, positions) for part in parts]
         return self.dropout(self.to_out(torch.cat(mixed) if len(mixed) > 1 else mixed[0]))
+
+
+def _rows_per_chunk(x) -> int:
+    """Sequences per chunk of attention; 0 = all in one."""
+    if torch.compiler.is_exporting():  # frames are not known yet: few bins at a time, or all frames, which are short
+        return CHUNK_BINS_EXPORT if isinstance(x.shape[0], int) else 0
+    chunk_logits = CHUNK_LOGITS_CPU if x.device.type == "cpu" else CHUNK_LOGITS_GPU
+    return max(1, chunk_logits // (HEADS * x.shape[1] ** 2))
 
 
 def _attend(q, k, v, positions):

@@ -134,8 +134,8 @@ import numpy as np
 import torch
 from torch.nn import ModuleList
 
-from common import engine, export_check, memory, optim, runs
-from common.checkpoint import load_rank_state
+from common import engine, export_check, in_parts, memory, optim, runs
+from common.checkpoint import rank_states
 from common.contracts import LossOutput
 from common.feed import prefetch, to_device
 from common.holdout import refuse_overlap
@@ -158,7 +158,7 @@ from models.cmgan.evaluate import (
     warn_if_worse,
 )
 from models.cmgan.labels import Labelled, Labels, count_missing, restart_count, valid_counts
-from models.cmgan.network import Discriminator, TSCNet, update_batch_norm
+from models.cmgan.network import Discriminator, TSCNet, batch_norm_statistics, update_batch_norm
 from models.cmgan.watch import LOOK_BACK, GanRamp, alarms, build_gan_ramp, require_equal, require_perfect
 from models.cmgan.weights import load_networks, write_export
 
@@ -390,8 +390,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     if run.checkpoint:
         loop_state = run.load(engines, ema)
         gan_ramp.restore(loop_state["gan_ramp"])
-        if config.replay and (rank_state := load_rank_state(run.checkpoint, process)):
-            labels.restore(rank_state, process.device)
+        if config.replay:
+            labels.restore(rank_states(run.checkpoint), process)
     else:
         # "history": loss and PESQ of the latest evaluations; the rest counts PESQ labels since the last one
         loop_state = {"history": [], "labels": 0, "missing": 0, "reasons": {}}
@@ -403,16 +403,31 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         epoch, rows = plan.micro_batch(index)
         return clips.batch(rows, epoch)
 
+    def generate(batch: dict, step: int, slot: int, parts: int) -> LossOutput:
+        """The generator's loss of a micro-batch; its `extra` is what the labels are collected from."""
+        generator.parts = discriminator.parts = parts
+        # Dropout depends on the micro-batch alone, not on its rank or on what ran before.
+        torch.manual_seed(torch_seed(config.seed, step, slot, "dropout"))
+        output = g_engine.module(batch)
+        # Other processes compute PESQ during the backward pass and the optimizer step.
+        return output._replace(extra=labels.submit(slot, output.extra, batch["ids"]))
+
+    def judge(batch: tuple[Labelled, float, list[float]], step: int, slot: int, parts: int) -> LossOutput:
+        discriminator.parts = parts
+        torch.manual_seed(torch_seed(config.seed, step, slot, "dropout of d"))
+        return d_engine.module(batch)
+
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
+    parts = 1  # that both networks compute a micro-batch in; more once it has run out of memory
     generator.train()
     discriminator.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step of the generator -------------------------------------------------------------
         # The loss is divided once, by the number of sounds in the whole step (all ranks, all micro-batches), which the
         # plan tells in advance.
-        meter, waiting, redraws = Meter(), [], 0
+        meter, waiting, statistics, redraws, parts_before = Meter(), [], [], 0, parts
         rows_of_step = [plan.micro_batch(step * micro_batches_per_step + i) for i in range(micro_batches_per_step)]
         step_weight = sum(clips.target_weight(rows, epoch) for epoch, rows in rows_of_step)
         lr = rate(step)
@@ -421,20 +436,19 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             for i in range(config.accumulation):
                 with meter.waiting():
                     batch = next(batches)
-                # Dropout depends on the micro-batch alone, not on its rank or on what ran before.
-                slot = i * process.world + process.rank
-                torch.manual_seed(torch_seed(config.seed, step, slot, "dropout"))
-                output = g_engine(batch)
-                # Other processes compute PESQ during the backward pass and the optimizer step.
-                waiting.append(labels.submit(slot, output.extra, batch["ids"]))
-                engine.backward(g_engine, output.loss_sum, step_weight, process.world)
+                compute = functools.partial(generate, batch, step, i * process.world + process.rank)
+                sounds = len(batch["ids"])
+                output, parts = in_parts.backward_whole(g_engine, compute, sounds, step_weight, parts, process)
                 meter.add(batch, output)
+                waiting.append(output.extra)
+                statistics.append(batch_norm_statistics(generator))
                 redraws += batch["redraws"]
                 if i + 1 < config.accumulation:
                     g_engine.step()  # DeepSpeed only counts the micro-batch here
             optim.set_learning_rate(g_engine, lr)
             applied, grad_norm = engine.take_step(g_engine)
-        update_batch_norm(generator, process, applied)
+        if applied:  # on all ranks or on none
+            update_batch_norm(generator, statistics, process)
 
         # ---- labels: the PESQ of what the generator made -----------------------------------------------------
         # Every rank takes the same path whatever its data: a missing label is a 0 in a mask, never a branch.
@@ -449,10 +463,10 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         # ---- one optimizer step of the discriminator ---------------------------------------------------------
         terms_d = 0.0
         for i, micro_batch in enumerate(labelled):
-            slot = i * process.world + process.rank
-            torch.manual_seed(torch_seed(config.seed, step, slot, "dropout of d"))
-            output = d_engine((micro_batch, step_weight, valid_labels))
-            engine.backward(d_engine, output.loss_sum, 1.0, process.world)  # already divided
+            batch = micro_batch, step_weight, valid_labels
+            compute = functools.partial(judge, batch, step, i * process.world + process.rank)
+            # The loss is already divided, hence the weight of 1.
+            output, parts = in_parts.backward_whole(d_engine, compute, len(micro_batch.clean), 1.0, parts, process)
             terms_d = terms_d + torch.stack(list(output.extra.values()))
             if i + 1 < config.accumulation:
                 d_engine.step()
@@ -463,6 +477,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
+        if parts > parts_before:
+            run.tracker.event("out_of_memory", done, parts=parts)
         terms_d = dict(zip(output.extra, all_sum(terms_d.tolist(), process).tolist(), strict=True))
         if applied and applied_d:
             ema.update(step)
@@ -512,17 +528,22 @@ def dry_run(engines: dict, batch: dict, labels: Labels, config: Config, process:
     """--dry-run: one optimizer step of both networks on one micro-batch, its time and its memory."""
 
     def take_step(ds_engine, batch, step_weight: float) -> tuple[LossOutput, bool, float]:
+        def compute(parts: int) -> LossOutput:
+            for either in engines.values():
+                either.module.model.parts = parts
+            return ds_engine.module(batch)
+
+        parts = 1
         for _ in range(config.accumulation):
-            output = ds_engine(batch)
-            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            output, parts = in_parts.backward_whole(ds_engine, compute, crops, step_weight, parts, process)
             if ds_engine.is_gradient_accumulation_boundary():
                 applied, norm = engine.take_step(ds_engine)
             else:
                 ds_engine.step()
         return output, applied, norm
 
-    began = time.monotonic()
-    sounds = float(len(batch["ids"]) * config.accumulation * process.world)
+    began, crops = time.monotonic(), len(batch["ids"])
+    sounds = float(crops * config.accumulation * process.world)
     with engine.frozen(engines["d"].module.model):
         output, applied, norm = take_step(engines["g"], batch, sounds)
     labelled = labels.collect(0, labels.submit(0, output.extra, batch["ids"]))

@@ -885,6 +885,14 @@ add("cmgan-sub-pixel", FILE, "x.view(b, 2, c // 2, t, f).permute(0, 2, 3, 4, 1)"
 add("cmgan-batch-norm", FILE, "layer.running_mean.lerp_(mean, layer.momentum)",
     "layer.running_mean.lerp_(mean, 1 - layer.momentum)", "running statistics of the last step only",
     "models/cmgan/test_network.py::test_the_statistics_of_one_batch_are_batch_norms_and_of_two_their_mean")
+IN_PARTS = "models/cmgan/test_network.py::test_a_batch_in_parts_has_the_output_gradients_and_statistics_of_the_whole"
+add("cmgan-parts-norm", FILE, "return in_parts(from_norm, parts, x, norm(conv))",
+    "return in_parts(lambda x, conv: from_norm(x, norm(conv)), parts, x, conv)",
+    "after running out of memory every part has its own BatchNorm", IN_PARTS)
+add("cmgan-parts-dropout", FILE, "if _rows is None or not self.training:", "if True:",
+    "parts drop other units than the whole batch", IN_PARTS)
+add("cmgan-parts-random", FILE, "with torch.random.fork_rng(gpus, enabled=end < rows):",
+    "with torch.random.fork_rng(gpus, enabled=False):", "later parts drop other units than the whole batch", IN_PARTS)
 add("cmgan-spectral-norm", FILE, "return self.compute(x, self.weight_orig / largest, self.bias)",
     "return self.compute(x, self.weight_orig, self.bias)", "the discriminator without spectral norm",
     "models/cmgan/test_network.py::test_the_discriminator_equals_torchs_spectral_norm_under_old_and_new_names")
@@ -895,6 +903,12 @@ add("cmgan-missing-label", FILE, "valid.append(pesq.isfinite().float())", "valid
 add("cmgan-replay-keeps-all", FILE, 'item["step"] > step - self.replay]', 'item["step"] > -1]',
     "the memory of past estimates grows forever",
     LABELS + "test_the_past_is_remembered_chosen_by_key_saved_and_restored")
+add("cmgan-replay-of-ranks", FILE, 'if item["slot"] % process.world == process.rank:', "if True:",
+    "after a change of ranks every rank remembers everything",
+    LABELS + "test_the_past_is_dealt_again_to_another_number_of_ranks")
+add("reshard-buffers", "finetune/common/reshard.py", 'buffers[name].copy_(saved["module"][name])', "pass",
+    "after a change of ranks the running statistics start again",
+    "recipes/test_cmgan_faults.py::test_another_number_of_ranks_goes_on_with_the_same_samples")
 FILE = "finetune/cmgan.py"
 add("cmgan-batch-label", FILE, "(valid * (discriminator(clean, other) - labels).square()).sum()",
     "(valid * (discriminator(clean, other) - labels.mean()).square()).sum()",

@@ -18,6 +18,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 
@@ -383,8 +384,9 @@ def load(path: Path, engine, ema, process: Process, identity: dict, force: bool 
     allow_list()
     if changed_shape:
         say(f"resharding the checkpoint ({'; '.join(changed_shape)})")
-        _load_resharded(path, engine, ema, process)
-        engine.global_steps = state["step"]
+        for tag, part in _by_tag(engine).items():
+            _load_resharded(path, tag, part, ema, process)
+            part.global_steps = state["step"]
         return state
     for tag, part in _by_tag(engine).items():
         try:
@@ -415,17 +417,17 @@ def _refuse_other_steps(path: Path, then: dict, now: dict) -> None:
         )
     if 0 in (then["zero_stage"], now["zero_stage"]):
         raise UserError(f"checkpoint {path}: ZeRO-0 checkpoints resume only with ZeRO-0 and the same number of ranks.")
-    if isinstance(now["fingerprint"]["optimizer"], list):  # the buffers of its networks would have to be split too
-        raise UserError(
-            f"checkpoint {path}: a run with several networks resumes only with the same number of ranks and ZeRO stage."
-        )
-    reshard.refuse_optimizer(now["fingerprint"]["optimizer"], path)
+    optimizers = now["fingerprint"]["optimizer"]
+    for description in optimizers if isinstance(optimizers, list) else [optimizers]:
+        reshard.refuse_optimizer(description, path)
 
 
-def _load_resharded(path: Path, engine, ema, process: Process) -> None:
+def _load_resharded(path: Path, tag: str, engine, ema, process: Process) -> None:
     scratch = path.parent / f".{path.name}.universal.tmp"
-    on_main(lambda: reshard.convert(path, TAG, scratch, bool(ema.decay)), process)
-    reshard.load(scratch, engine, ema)
+    shadow = ema.shadow if ema.engine is engine else []  # of several engines one has an average
+    on_main(lambda: reshard.convert(path, tag, scratch, bool(shadow)), process)
+    reshard.load(scratch, engine, shadow)
+    reshard.load_buffers(path / tag, engine)
     barrier(process)
     if process.is_main:
         shutil.rmtree(scratch)
@@ -478,10 +480,10 @@ def _whole_weights(folder: Path, averages: list[list[torch.Tensor]]) -> dict[str
     return {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
 
 
-def load_rank_state(path: Path, process: Process) -> dict | None:
-    """The `rank_state` that `save` was given on this rank; None if there was none."""
-    file = path / f"rank-{process.rank:05d}.pt"
-    return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
+def rank_states(path: Path) -> Iterator[dict]:
+    """What `save` was given as `rank_state`, rank by rank; the number of ranks may have been another."""
+    for file in sorted(path.glob("rank-*.pt")):
+        yield torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _damage(path: Path) -> str | None:

@@ -25,20 +25,39 @@ def backward(
     `compute(part)`: the LossOutput of some of the batch's sounds; not by the engine, but by its module. `parts`: how
     many to begin with, as the last call returned. In the output, `extra` is the list of what the parts have.
     """
+
+    def outputs(parts: int) -> Iterator[LossOutput]:
+        return map(compute, split(batch, parts))
+
+    return _until_it_fits(engine, outputs, len(batch["ids"]), step_weight, parts, process)
+
+
+def backward_whole(
+    engine, compute: Callable, sounds: int, step_weight: float, parts: int, process: Process
+) -> tuple[LossOutput, int]:
+    """The same for a network whose sounds depend on each other, and which saves memory in a way of its own.
+
+    `compute(parts)`: the LossOutput of the whole micro-batch of `sounds` sounds, computed in this many parts.
+    """
+    output, parts = _until_it_fits(engine, lambda parts: [compute(parts)], sounds, step_weight, parts, process)
+    return output._replace(extra=output.extra[0]), parts
+
+
+def _until_it_fits(engine, outputs: Callable, sounds: int, step_weight, parts, process) -> tuple[LossOutput, int]:
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     while True:
-        work = functools.partial(_gradients, batch, parts, compute, parameters, step_weight, process.world)
+        work = functools.partial(_gradients, outputs, parts, parameters, step_weight, process.world)
         result, problem = try_in_memory(work)
         if not any_rank(problem is not None, process):
             break
         result = None
-        if any_rank(problem is not None and parts >= len(batch["ids"]), process):
+        if any_rank(problem is not None and parts >= sounds, process):
             raise UserError(
                 "a micro-batch does not fit into memory, not even in parts of one crop"
                 f"{f' ({problem})' if problem else ''}: use a smaller model, shorter crops or more memory."
             )
         parts *= 2
-        say(f"warning: a micro-batch of {len(batch['ids'])} runs out of memory; from here on it is computed in {parts}"
+        say(f"warning: a micro-batch of {sounds} runs out of memory; from here on it is computed in {parts}"
             " parts, which adds up to the same gradient")  # fmt: skip
     output, gradients = result
     _hand_over(engine, parameters, gradients)
@@ -59,21 +78,20 @@ def _has_rows(value, size: int) -> bool:
     return (torch.is_tensor(value) and value.dim() > 0 or isinstance(value, list)) and len(value) == size
 
 
-def _gradients(batch, parts, compute, parameters, step_weight, world) -> tuple[LossOutput, list]:
-    """The output and this rank's gradients of the micro-batch, added up over its parts; no collectives."""
-    outputs, total = [], None
-    for part in split(batch, parts):
-        output = compute(part)
+def _gradients(outputs, parts, parameters, step_weight, world) -> tuple[LossOutput, list]:
+    """The output and this rank's gradients of the micro-batch, added up over outputs(parts); no collectives."""
+    done, total = [], None
+    for output in outputs(parts):
         loss = share_of_step(output.loss_sum, step_weight, world)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        outputs.append(output._replace(loss_sum=output.loss_sum.detach()))
+        done.append(output._replace(loss_sum=output.loss_sum.detach()))
         if total is None:
             total = list(gradients)
         else:
             total = [a if b is None else b if a is None else a.add_(b) for a, b in zip(total, gradients, strict=True)]
-    merged = {name: sum(output.parts[name] for output in outputs) for name in outputs[0].parts}
-    extra = [output.extra for output in outputs]
-    return LossOutput(sum(output.loss_sum for output in outputs), merged, extra), total
+    merged = {name: sum(output.parts[name] for output in done) for name in done[0].parts}
+    extra = [output.extra for output in done]
+    return LossOutput(sum(output.loss_sum for output in done), merged, extra), total
 
 
 class _Gradients(torch.autograd.Function):

@@ -23,7 +23,9 @@ class PairConfig(RunConfig):
     )  # fmt: skip
     test_data: str = flag("", "pairs to measure the exported model on, once, at the end", group="run", may_change=True)
 
-    micro_batch: int = flag(4, "crops per micro-batch on each rank", group="schedule", low=1)
+    micro_batch: int = flag(
+        4, "crops per micro-batch on each rank; computed in parts if it runs out of memory", group="schedule", low=1
+    )
     tf32: bool = flag(False, "faster, less exact matrix products in fp32 on an NVIDIA GPU (TF32)", group="optimizer")
     samples: int = flag(
         4, "evaluation files to enhance each time samples are made; 0 = none", group="output", low=0, may_change=True

@@ -69,8 +69,8 @@ def _with_ema_as_masters(checkpoint: Path, shards: Path, out: Path) -> None:
         torch.save(state, out / file.name)
 
 
-def load(folder: Path, engine, ema) -> None:
-    """Loads this rank's shard of what `convert` wrote."""
+def load(folder: Path, engine, averaged: list[torch.Tensor]) -> None:
+    """Loads this rank's shard of what `convert` wrote. `averaged`: the tensors of its EMA, none without one."""
     from common.engine import masters, masters_changed
 
     step = _steps_taken(folder / "weights" / "zero")
@@ -82,10 +82,19 @@ def load(folder: Path, engine, ema) -> None:
         state["step"] = step if offloaded(engine) else torch.tensor(float(step), device=master.device)
         for key in MOMENTS:
             state[key] = shares[key][i].to(master.device)
-    if ema.decay:
-        for shadow, share in zip(ema.shadow, _shares(folder / "ema", engine, "fp32"), strict=True):
+    if averaged:
+        for shadow, share in zip(averaged, _shares(folder / "ema", engine, "fp32"), strict=True):
             shadow.copy_(share)
     masters_changed(engine)
+
+
+def load_buffers(shards: Path, engine) -> None:
+    """Loads what a model holds besides its parameters (running statistics), which every rank has whole."""
+    file = sorted(shards.glob("*model_states.pt"))[0]
+    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    buffers = dict(engine.module.named_buffers(remove_duplicate=False))
+    for name in saved["buffer_names"]:
+        buffers[name].copy_(saved["module"][name])
 
 
 def offloaded(engine) -> bool:

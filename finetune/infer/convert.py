@@ -4,10 +4,11 @@
     python finetune/infer/convert.py --run runs/my-voice --step 400 --out voice-400   another one, to another folder
     python finetune/infer/convert.py --model official.ckpt --out live --reverse-start 0.8
     python finetune/infer/convert.py --model runs/live/export --onnx --out live.onnx
+    python finetune/infer/convert.py --model best_ckpt/ckpt --recipe cmgan --onnx --out generator.onnx
 
 The third converts a Lightning file of the official Diffusion Buffer code, with the settings that the file contains;
-flags of diffusion_buffer.py set the others. The last writes a Diffusion Buffer's network as an ONNX file for
-onnxruntime (packages onnx and onnxscript).
+flags of diffusion_buffer.py set the others. --onnx writes CMGAN's generator, or the network of a Diffusion Buffer's
+stream, for onnxruntime (packages onnx and onnxscript).
 
 ./launch.sh convert does the same; ./launch.sh convert native, stereo and average (dia_convert.py) make Dia models from
 other formats.
@@ -21,8 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
+from common.artifacts import find_recipe
 from common.config import UserError, command_parser, parse_words, run_command, unknown_flag
 from common.runtime import forbid_codec_imports
+
+ENHANCERS = ("cmgan", "diffusion_buffer")
 
 
 def parse_args():
@@ -30,9 +34,20 @@ def parse_args():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="run folder of any recipe")
     what.add_argument(
-        "--model", type=Path, help="Lightning file of the official Diffusion Buffer code; with --onnx also an export"
+        "--model",
+        type=Path,
+        help="Lightning file of the official Diffusion Buffer code; with --onnx also an export or CMGAN's weights",
     )
+    parser.add_argument(
+        "--onnx", action="store_true", help="write an ONNX file of a CMGAN or Diffusion Buffer --model to --out"
+    )
+    parser.add_argument(
+        "--recipe", choices=ENHANCERS, help="with --onnx, only for a file of weights that has no config.json"
+    )
+<<<<<<< HEAD
     parser.add_argument("--onnx", action="store_true", help="write a Diffusion Buffer --model to --out as an ONNX file")
+=======
+>>>>>>> cmgan
     parser.add_argument(
         "--step",
         default="best",
@@ -47,23 +62,39 @@ def parse_args():
         parser.error("--model needs --out, the folder or file to write.")
     if args.onnx and not args.model:
         parser.error("--onnx needs --model; RUN/export is the model of a run.")
+    if args.recipe and not args.onnx:
+        parser.error("--recipe is for --onnx.")
+    args.parser = parser
     return args
 
 
-def convert_buffer(args) -> None:
-    """A file of the official Diffusion Buffer code as an export of diffusion_buffer.py, or any of them as ONNX."""
-    if not args.onnx and not args.model.is_file():
+def convert_onnx(args) -> None:
+    """The network of an enhancer as an ONNX file."""
+    if find_recipe(args.model, args.recipe, ENHANCERS) == "cmgan":
+        if args.words:
+            raise UserError(unknown_flag(args.words[0], args.parser))
+        from models.cmgan.onnx_export import write_onnx
+        from models.cmgan.weights import load_networks
+
+        generator, _ = load_networks(str(args.model))
+        write_onnx(args.out, generator)
+    else:
+        from diffusion_buffer import Config
+        from models.diffusion_buffer.onnx_export import write_onnx
+        from models.diffusion_buffer.weights import open_model
+
+        write_onnx(args.out, *open_model(str(args.model), Config, parse_words(Config, args.words)))
+    print(f"ONNX file {args.out}")
+
+
+def convert_official(args) -> None:
+    """A file of the official Diffusion Buffer code as an export of diffusion_buffer.py."""
+    if not args.model.is_file():
         raise UserError(f"--model {args.model} is not a file; a run of this project is converted with --run.")
     from diffusion_buffer import Config
     from models.diffusion_buffer.weights import open_model, write_export
 
     network, spec = open_model(str(args.model), Config, parse_words(Config, args.words))
-    if args.onnx:
-        from models.diffusion_buffer.onnx_export import write_onnx
-
-        write_onnx(args.out, network, spec)
-        print(f"ONNX file {args.out}")
-        return
     write_export(args.out, network, spec, {"recipe": "diffusion_buffer", "checkpoint": {"file": args.model.name}})
     print(f"export in {args.out}: " + " ".join(f"--{n.replace('_', '-')} {v}" for n, v in vars(spec).items()))
 
@@ -75,7 +106,7 @@ def convert(args) -> None:
     if out.exists():
         raise UserError(f"{out} exists already: name another folder with --out.")
     if args.model:
-        return convert_buffer(args)
+        return convert_onnx(args) if args.onnx else convert_official(args)
     name = read_recipe(str(args.run))
     entry = choose(args.run, args.step)
     import torch

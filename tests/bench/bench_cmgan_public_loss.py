@@ -31,7 +31,7 @@ from models.cmgan import signal
 from models.cmgan.enhance import enhance
 from models.cmgan.evaluate import sounds
 from models.cmgan.labels import Labelled
-from models.cmgan.network import Discriminator, TSCNet, update_batch_norm
+from models.cmgan.network import Discriminator, TSCNet, batch_norm_statistics, update_batch_norm
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 2 * signal.RATE
@@ -88,7 +88,7 @@ def train(name: str, crops: Crops, files: list, args) -> None:
         discriminator.requires_grad_(True)
         torch.nn.utils.clip_grad_norm_(generator.parameters(), 5.0)
         take_step(optimizers[0])
-        update_batch_norm(generator, ALONE, apply=True)
+        update_batch_norm(generator, [batch_norm_statistics(generator)], ALONE)
 
         estimate = estimate.detach()
         scores = [pesq_wb(c, e)[0] for c, e in zip(batch["clean"].numpy(), estimate.wave.numpy(), strict=True)]

@@ -109,19 +109,20 @@ def test_what_does_not_fit_one_by_one_is_said_and_an_infinite_loss_has_no_finite
 # ---- with a real limit -----------------------------------------------------------------------------------------
 
 BUFFER = "--width 8 --frames 32 --buffer 8 --micro-batch 16 --precision fp32"
+CMGAN = "--channels 8 --disc-channels 4 --seconds 0.5 --micro-batch 8 --pesq-workers 1"
 COMMON = "--steps 2 --lr 1e-4 --samples 0 --eval-every 0 --save-every 0 --no-export"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("recipe", "flags"), [("diffusion_buffer", BUFFER)])
-def test_a_process_whose_memory_is_limited_trains_on(recipe, flags, pairs, tmp_path):
+@pytest.mark.parametrize(("loss", "flags"), [("diffusion_buffer.compute_loss", BUFFER), ("cmgan.compute_loss", CMGAN)])
+def test_a_process_whose_memory_is_limited_trains_on(loss, flags, pairs, tmp_path):
     """To the same losses. A new batch size costs some memory of its own, which the library of convolutions keeps, hence
     not a share of one half."""
     losses = {}
     for share in (9.0, 0.75):
         run = tmp_path / str(share)
         script = support.ROOT / "tests" / "helpers" / "limited_memory.py"
-        words = [sys.executable, script, str(share), recipe, "--data", pairs, "--out", run, *flags.split()]
+        words = [sys.executable, script, str(share), loss, "--data", pairs, "--out", run, *flags.split()]
         words += ["--ds", support.ROOT / "ds_configs" / "zero2.json", *COMMON.split()]
         environment = dict(os.environ) | support.rank_environment(0, 1, support.free_port())
         environment |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
@@ -136,3 +137,53 @@ def test_a_process_whose_memory_is_limited_trains_on(recipe, flags, pairs, tmp_p
     assert len(losses[0.75]) == 2 and losses[0.75][0] == pytest.approx(losses[9.0][0], rel=1e-5)
     assert losses[0.75] == pytest.approx(losses[9.0], rel=1e-5)
     assert len(set(losses[9.0])) == 2
+
+
+DISCRIMINATOR = """
+import resource, sys, types
+sys.path.insert(0, sys.argv[1])
+import torch
+from cmgan import discriminator_loss
+from common import engine, in_parts
+from common.runtime import Process, resident_bytes
+from common.single_process import PlainEngine
+from models.cmgan.labels import Labelled
+from models.cmgan.network import Discriminator
+
+torch.manual_seed(0)
+judge = Discriminator(16).train()
+clean, made = torch.rand(16, 1, 201, 161), torch.rand(16, 1, 201, 161)
+labelled = Labelled(clean, [made], [torch.rand(16)], [torch.ones(16)])
+optimizer, config = torch.optim.SGD(judge.parameters()), types.SimpleNamespace(accumulation=1, max_grad_norm=1.0)
+plain = PlainEngine(engine.LossModule(judge, discriminator_loss), optimizer, config)
+
+def compute(parts):
+    judge.parts = parts
+    torch.manual_seed(1)
+    return plain.module((labelled, 16.0, [16.0]))
+
+found = []
+for attempt in range(2):
+    before = resident_bytes("VmSize")
+    output, parts = in_parts.backward_whole(plain, compute, 16, 1.0, 1, Process(0, 1, torch.device("cpu")))
+    needed = resident_bytes("VmPeak") - before
+    found.append({name: p.grad.clone() for name, p in judge.named_parameters()})
+    optimizer.zero_grad()
+    print("parts", parts, "needed", needed >> 20)
+    if attempt == 0:
+        limit = int(resident_bytes("VmSize") + 0.6 * needed)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+worst = max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
+largest = max(float(gradient.abs().max()) for gradient in found[0].values())
+assert worst <= 1e-5 * largest, (worst, largest)
+"""
+
+
+@pytest.mark.long
+def test_a_discriminator_whose_memory_is_limited_has_the_same_gradients():
+    environment = dict(os.environ) | {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "1"}
+    words = [sys.executable, "-c", DISCRIMINATOR, str(support.ROOT / "finetune")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("parts")]
+    assert lines[0][1] == "1" and lines[1][1] in ("2", "4", "8"), done.stdout

@@ -27,9 +27,10 @@ SMALL = {
 
 
 @contextlib.contextmanager
-def watched(recipe, process, nan=None):
-    """`nan`: a sample of this clip is NaN. Every rank writes RUN/networks-RANK.pt with weights and buffers of both
-    networks as the last step left them, before the best checkpoint is loaded for the export."""
+def watched(recipe, process, nan=None, out_of_memory=None):
+    """`nan`: a sample of this clip is NaN. `out_of_memory`: {loss: [step, parts]}; from this step on the main rank has
+    memory for the backward pass only in this many parts. Every rank writes RUN/networks-RANK.pt with weights and
+    buffers of both networks as the last step left them, before the best checkpoint is loaded for the export."""
     from common.pairs import Crops
     from common.runs import Run
 
@@ -46,11 +47,31 @@ def watched(recipe, process, nan=None):
         torch.save(networks, run.folder / f"networks-{process.rank}.pt")
         return load_best(run, engines, *arguments)
 
+    def run_out(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def needing_parts(loss, step, parts):
+        computed = []
+
+        def disturbed_loss(model, *args, **kwargs):
+            computed.append(1)
+            output = loss(model, *args, **kwargs)
+            if process.is_main and len(computed) >= step and model.parts < parts:
+                output.loss_sum.register_hook(run_out)  # in the backward pass, when other ranks may be ahead
+            return output
+
+        return disturbed_loss
+
+    losses = {name: getattr(recipe, name) for name in out_of_memory or {}}
+    for name, loss in losses.items():
+        setattr(recipe, name, needing_parts(loss, *out_of_memory[name]))
     Crops.batch, Run.load_best = batch_with_nan, save_networks
     try:
         yield
     finally:
         Crops.batch, Run.load_best = batch, load_best
+        for name, loss in losses.items():
+            setattr(recipe, name, loss)
 
 
 # ---- on a device that is not there (fake_device.py) ------------------------------------------------------------

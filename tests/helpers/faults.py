@@ -65,11 +65,11 @@ def wait_for_checkpoint(run: Path, step: int, timeout: float = 600) -> None:
     raise TimeoutError(f"{run} has no checkpoint of step {step}")
 
 
-def start_and_halt(script: Path, arguments: list, run: Path, step: int, saved: int) -> list[WarmRank]:
-    """Starts two ranks, of which the second does nothing more after it has logged this step. Returns when they are
-    there and have saved step `saved`: however busy the machine is, they go no further before they are killed."""
+def start_and_halt(script: Path, arguments: list, run: Path, step: int, saved: int, world: int = 2) -> list[WarmRank]:
+    """Starts ranks, of which the last does nothing more after it has logged this step. Returns when they are there
+    and have saved step `saved`: however busy the machine is, they go no further before they are killed."""
     more = {"WARM_RANK_FIRST": "helpers.faults:halt_after_step", "HALT_AFTER": str(step)}
-    ranks = support.start_ranks(script, arguments, **more)
+    ranks = support.start_ranks(script, arguments, world, **more)
     support.wait_for_step(run, step)
     wait_for_checkpoint(run, saved)
     return ranks
@@ -81,7 +81,7 @@ def halt_after_step() -> None:
 
     def step(tracker, number: int, values: dict) -> None:
         log(tracker, number, values)
-        while number == int(os.environ["HALT_AFTER"]) and tracker.process.rank == 1:
+        while number == int(os.environ["HALT_AFTER"]) and tracker.process.rank == tracker.process.world - 1:
             time.sleep(1)
 
     Tracker.step = step

@@ -1,8 +1,9 @@
 """Trains an enhancer in a process whose memory is limited, really, from the second micro-batch on.
 
-python tests/helpers/limited_memory.py SHARE RECIPE FLAGS...
+python tests/helpers/limited_memory.py SHARE RECIPE.LOSS FLAGS...
 
-SHARE: of the memory that the first micro-batch took on top of what the process had. A SHARE above 1 limits nothing.
+LOSS: the function of the recipe that computes the loss whose second micro-batch, and all after it, are limited.
+SHARE: of the memory that its first micro-batch took on top of what the process had. A SHARE above 1 limits nothing.
 MALLOC_MMAP_THRESHOLD_ must be set: what is freed then leaves the address space, which is what the limit counts.
 """
 
@@ -24,8 +25,9 @@ def main() -> None:
     share, name, *words = sys.argv[1:]
     catch_signals()
     scorer = Scorer(1)
+    name, loss = name.split(".")
     recipe = importlib.import_module(name)
-    compute_loss, sizes = recipe.compute_loss, []
+    compute_loss, sizes = getattr(recipe, loss), []
 
     def limited(*args, **kwargs):
         sizes.append(resident_bytes("VmSize"))
@@ -36,7 +38,7 @@ def main() -> None:
             print(f"a micro-batch took {needed / 2**20:.0f} MB", flush=True)
         return compute_loss(*args, **kwargs)
 
-    recipe.compute_loss = limited
+    setattr(recipe, loss, limited)
     run_main(recipe.main, parse_args(recipe.Config, recipe.__doc__, words), scorer)
 
 

@@ -59,6 +59,10 @@ def runs(datasets, two_ranks, tmp_path_factory):
         "bf16": {"ds": "ds_configs/zero2.json", "precision": "bf16", "steps": 2},
         "silent": {"ds": support.stage_file(folder, 1), "data": str(datasets / "silent"), "max_pesq_invalid": 1.0},
     }
+    four_crops = {"ds": "ds_configs/zero2.json", "micro_batch": 4, "accumulation": 1, "gradient_checkpointing": True}
+    configs["room"] = four_crops
+    limits = {"compute_loss": [2, 2], "discriminator_loss": [3, 4]}
+    configs["oom"] = four_crops | {"_options": {"out_of_memory": limits}}
     configs["nan"] = {"ds": "ds_configs/zero2.json", "_options": {"nan": name}}
     configs = {name: {**SMALL, "data": str(datasets / "train"), **config} for name, config in configs.items()}
     return Runs(two_ranks, "cmgan", folder, configs, around="helpers.cmgan_support:watched")
@@ -90,6 +94,7 @@ def plain_training(data, noisy_term=False, replay=0):
     past, history = [], []
     for step in range(config.steps):
         seen, total, lr = {}, 0.0, config.lr * min(1.0, (step + 1) / 2)
+        norms = {m: torch.zeros(2, m.num_features) for m in g.modules() if isinstance(m, StepBatchNorm)}
         with gradients_of_ranks(g) as keep:
             for slot in (0, 2, 1, 3):  # the first rank's two micro-batches, then the second's
                 epoch, chosen = plan.micro_batch(4 * step + slot)
@@ -99,6 +104,8 @@ def plain_training(data, noisy_term=False, replay=0):
                 hiss = torch.randn(1, crops.length, generator=torch.Generator().manual_seed(0))
                 torch.manual_seed(torch_seed(0, step, slot, "dropout"))
                 made = signal.estimate(g(signal.spectrum(hiss if silent else pair.noisy)), pair)
+                for layer, mean_var in norms.items():
+                    mean_var += layer.latest
                 terms = torch.stack(list(cmgan.loss_terms(made, d).values()))
                 loss = (terms * torch.tensor([0.1, 0.9, 0.2, 0.05])[:, None]).sum()
                 loss = 0 * loss if silent else loss
@@ -115,12 +122,10 @@ def plain_training(data, noisy_term=False, replay=0):
                 if replay:
                     old = [signal.magnitude(signal.spectrum(x)) for x in (clean, wave)]
                     past.append((step, slot, (*old, fakes[0][2])))
-        for layer in (m for m in g.modules() if isinstance(m, StepBatchNorm)):
-            mean, var = layer.seen / 4
-            layer.running_mean.lerp_(mean, 0.1)
-            layer.running_var.lerp_(var, 0.1)
+        for layer, (mean, var) in norms.items():
+            layer.running_mean.lerp_(mean / 4, 0.1)
+            layer.running_var.lerp_(var / 4, 0.1)
             layer.num_batches_tracked += 1
-            del layer.seen, layer.batches
         update(*optimizers[g], g, lr)
         d.zero_grad()
         counts = [sum(f[k][2] is not None for f, _ in seen.values()) for k in range(1 + noisy_term)]
@@ -241,6 +246,22 @@ def test_a_nan_is_named_skipped_in_both_networks_and_leaves_no_trace(runs):
     nets = networks(runs / "nan")
     assert all(value.isfinite().all() for net in nets.values() for value in net.values())
     assert all(int(v) == SMALL["steps"] - 1 for k, v in nets["g"].items() if k.endswith("num_batches_tracked"))
+
+
+def test_what_no_longer_fits_on_one_rank_is_computed_in_parts_on_both_with_the_same_result(runs):
+    """BatchNorm, dropout, PESQ labels and all: first the generator's micro-batch runs out, a step later the
+    discriminator's."""
+    events = [r for r in support.metrics(runs / "oom") if r.get("event") == "out_of_memory"]
+    assert [(event["step"], event["parts"]) for event in events] == [(2, 2), (3, 4)]
+    printed = (runs / "oom" / "printed.log").read_text()
+    assert "a micro-batch of 4 runs out of memory; from here on it is computed in 2 parts" in printed
+    for key in ("loss", "loss_d", "grad_norm", "grad_norm_d"):
+        found, expected = ([r[key] for r in support.step_records(runs / name)] for name in ("oom", "room"))
+        assert found[:1] == expected[:1] and found == pytest.approx(expected, rel=1e-5), key
+    expected = networks(runs / "room")
+    for rank in (0, 1):
+        for name, weights in networks(runs / "oom", rank).items():
+            assert max(float((weights[k] - expected[name][k]).abs().max()) for k in weights) <= 1e-6
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------------

@@ -117,6 +117,26 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_last_whole_checkpoint(whole, t
     assert_half_a_save_is_never_chosen(whole, tmp_path)
 
 
+def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, pairs, tmp_path):
+    """2 ranks -> 1 rank with twice the accumulation -> 2 ranks: weights, average, moments, running statistics and
+    what --replay remembers."""
+    run = tmp_path / "run"
+    kill_all(start_and_halt(SCRIPT, job(run, pairs), run, step=6, saved=4), run)
+    alone = start_and_halt(SCRIPT, [*job(run, pairs), "--accumulation", "2"], run, step=10, saved=8, world=1)
+    kill_all(alone, run)
+    codes, outputs = run_ranks(run, pairs)
+    assert codes == [0, 0] and "ranks: 1 then, 2 now" in outputs[0], outputs[0][-3000:]
+    resumed = [r["step"] for r in support.metrics(run) if r.get("event") == "resume"]
+    assert resumed == [4, 8]
+    for key in ("loss", "loss_d", "loss_d_past", "grad_norm", "grad_norm_d"):
+        mine, expected = ([r[key] for r in support.step_records(folder)] for folder in (run, whole))
+        assert mine == pytest.approx(expected, abs=1e-5), key
+    for name in ("generator", "discriminator"):
+        mine, expected = (load_file(folder / "export" / f"{name}.safetensors") for folder in (run, whole))
+        worst = {key: float((mine[key] - expected[key]).abs().max()) for key in expected}
+        assert max(worst.values()) <= 1e-5, max(worst, key=worst.get)
+
+
 def test_another_setting_of_the_networks_is_refused(whole, pairs, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole, run)

@@ -3,6 +3,7 @@
 A label is never averaged over a batch and never made up. A sound without a label only loses its own term of the loss.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from common.config import UserError
 from common.keyed_random import uniform
 from common.runs import Run
-from common.runtime import gather_lists
+from common.runtime import Process, gather_lists
 from common.scorer import Scorer, collect
 from models.cmgan import signal
 
@@ -97,11 +98,14 @@ class Labels:
         """This rank's state for the checkpoint; None without --replay."""
         return {"store": self.store} if self.replay else None
 
-    def restore(self, state: dict, device) -> None:
-        self.store = [
-            {name: value.to(device) if torch.is_tensor(value) else value for name, value in item.items()}
-            for item in state["store"]
-        ]
+    def restore(self, states: Iterable[dict], process: Process) -> None:
+        """Takes what belongs to this rank's micro-batches out of the states of all ranks; they may have been more or
+        fewer."""
+        for state in states:
+            for item in state["store"]:
+                if item["slot"] % process.world == process.rank:
+                    on_device = {k: v.to(process.device) if torch.is_tensor(v) else v for k, v in item.items()}
+                    self.store.append(on_device)
 
 
 def valid_counts(batches: list[Labelled]) -> list[float]:

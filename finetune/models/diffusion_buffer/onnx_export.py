@@ -5,14 +5,12 @@ change, so what the network makes of them is part of the file, and so are the se
 """
 
 import dataclasses
-import json
-import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from common.config import UserError
+from common import onnx_file
 from models.diffusion_buffer.enhance import Buffer
 from models.diffusion_buffer.signal import Spec
 
@@ -32,26 +30,10 @@ class RealNetwork(nn.Module):
 
 def write_onnx(path: Path, network: nn.Module, spec: Spec) -> None:
     """Writes the network of a stream; complete or not at all."""
-    try:
-        import onnx
-        import onnxscript  # noqa: F401  torch's exporter needs it
-    except ImportError as error:
-        raise UserError(
-            f"an ONNX file needs the package {error.name}: pip install onnx onnxscript onnxruntime"
-        ) from None
-    draft = path.with_name(f".{path.name}.tmp")
-    inputs = tuple(torch.zeros(1, spec.bins, spec.frames, 2) for _ in range(2))
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    inputs = {name: torch.zeros(1, spec.bins, spec.frames, 2) for name in ("x", "y")}
+    with torch.no_grad():
         model = RealNetwork(network.eval(), spec)
-        torch.onnx.export(
-            model, inputs, draft, dynamo=True, external_data=False, input_names=["x", "y"], output_names=["out"],
-            verbose=False,
-        )  # fmt: skip
-    content = onnx.load(draft)
-    onnx.helper.set_model_props(content, {"diffusion_buffer": json.dumps(dataclasses.asdict(spec))})
-    onnx.save(content, draft)
-    draft.replace(path)
+    onnx_file.write(path, "diffusion_buffer", dataclasses.asdict(spec), model, inputs)
 
 
 class OnnxNetwork:
@@ -59,17 +41,8 @@ class OnnxNetwork:
 
     def __init__(self, path: str, threads: int = 0):
         """`threads`: 0 = as many as onnxruntime chooses."""
-        try:
-            import onnxruntime
-        except ImportError:
-            raise UserError("an ONNX file needs the package onnxruntime: pip install onnxruntime") from None
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        settings = self.session.get_modelmeta().custom_metadata_map.get("diffusion_buffer")
-        if not settings:
-            raise UserError(f"{path} is not an ONNX file of this recipe.")
-        self.spec = Spec(**json.loads(settings))
+        self.session, settings = onnx_file.open_session(path, "diffusion_buffer", threads)
+        self.spec = Spec(**settings)
 
     def embed(self, t: torch.Tensor) -> list:
         return []

@@ -9,6 +9,7 @@ import torch
 from cmgan import discriminator_loss
 from common.keyed_random import generator
 from common.pairs import PairDataset
+from common.runtime import Process
 from common.scorer import Scorer
 from models.cmgan import signal, watch
 from models.cmgan.labels import Labelled, Labels, valid_counts
@@ -133,13 +134,36 @@ def test_the_past_is_remembered_chosen_by_key_saved_and_restored(estimate, score
             assert len(made.past) == (step > 0) and len(made.others) == len(made.labels) == 2
     assert sorted({item["step"] for item in labels.store}) == [2, 3]
     again = Labels(scorer, True, 2, seed=5)
-    again.restore(labels.state(), "cpu")
+    again.restore([labels.state()], Process(0, 1, torch.device("cpu")))
     for one in (labels, again):
         recalled = one._recall(9, 1)
         if one is labels:
             expected = recalled
     assert all(torch.equal(a, b) for a, b in zip(expected[0], recalled[0], strict=True))
     assert Labels(scorer, False, 0, 0).state() is None
+
+
+def test_the_past_is_dealt_again_to_another_number_of_ranks(scorer):
+    def restored(states, rank, world):
+        labels = Labels(scorer, False, 3, seed=5)
+        labels.restore(states, Process(rank, world, torch.device("cpu")))
+        return labels.state()
+
+    def told(state):
+        return sorted((item["slot"], item["step"], float(item["made"])) for item in state["store"])
+
+    items = [{"step": s, "slot": slot, "made": torch.tensor(10.0 * s + slot)} for s in (7, 8) for slot in range(4)]
+    alone = {"store": items}
+    of_two = [restored([alone], rank, 2) for rank in (0, 1)]
+    assert told(of_two[0]) == [(0, 7, 70), (0, 8, 80), (2, 7, 72), (2, 8, 82)]
+    assert told(of_two[1]) == [(1, 7, 71), (1, 8, 81), (3, 7, 73), (3, 8, 83)]
+    of_four = [restored(of_two, rank, 4) for rank in range(4)]
+    assert [len(state["store"]) for state in of_four] == [2, 2, 2, 2]
+    for states in (of_two, of_four):
+        assert told(restored(states, 0, 1)) == told(alone)
+        for slot in range(4):  # oldest first, from which a key chooses
+            steps = [item["step"] for item in restored(states, 0, 1)["store"] if item["slot"] == slot]
+            assert steps == [7, 8]
 
 
 def test_an_estimate_that_was_not_finite_costs_no_later_step(estimate, scorer):

@@ -44,10 +44,6 @@ def parse_args():
     parser.add_argument(
         "--recipe", choices=ENHANCERS, help="with --onnx, only for a file of weights that has no config.json"
     )
-<<<<<<< HEAD
-    parser.add_argument("--onnx", action="store_true", help="write a Diffusion Buffer --model to --out as an ONNX file")
-=======
->>>>>>> cmgan
     parser.add_argument(
         "--step",
         default="best",

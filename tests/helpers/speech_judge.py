@@ -14,8 +14,6 @@ from score import cosine, load_embedder, load_recogniser, read_mono, word_error_
 
 from demos.voices import sentences
 
-RATE = 16000
-
 
 class Judge:
     def __init__(self, demo: Path):
@@ -62,3 +60,18 @@ def speak(model, demo: Path, numbers, tag: str = "[S1]", mute: bool = False) -> 
     ended = [(row[:, 0] == config.eos_token_id).any().item() and len(row) < 200 for row in ids]
     waves = [processor.batch_decode(row[None], **special)[0] for row in ids]
     return {number: wave.float().numpy().squeeze() for number, wave in zip(numbers, waves, strict=True)}, np.mean(ended)
+
+
+@torch.no_grad()
+def through_codec(demo: Path) -> dict[int, np.ndarray]:
+    """The evaluation sentences of the new voice, decoded from their codes."""
+    from transformers import DacModel
+
+    from common.tokens import TokenDataset
+
+    codec = DacModel.from_pretrained(demo / "codec", dtype=torch.float32).eval()
+    tokens, waves = TokenDataset(demo / "tokens/eval"), {}
+    for row in range(len(tokens)):
+        codes = torch.from_numpy(tokens.codes(row).astype(np.int64)).T[None]
+        waves[int(tokens.id(row)[-3:])] = codec.decode(audio_codes=codes).audio_values[0].numpy()
+    return waves

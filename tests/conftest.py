@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+import common.runtime  # noqa: F401  sets what torch reads from the environment
 from helpers import support, warm_ranks
 
 os.environ.update(support.CPU)

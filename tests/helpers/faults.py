@@ -65,12 +65,14 @@ def wait_for_checkpoint(run: Path, step: int, timeout: float = 600) -> None:
     raise TimeoutError(f"{run} has no checkpoint of step {step}")
 
 
-def start_and_halt(script: Path, arguments: list, run: Path, step: int, saved: int = 0) -> list[WarmRank]:
-    """Starts two ranks, of which the second does nothing more after it has logged this step, until it is asked to stop.
+def start_and_halt(
+    script: Path, arguments: list, run: Path, step: int, saved: int = 0, world: int = 2
+) -> list[WarmRank]:
+    """Starts ranks, of which the last does nothing more after it has logged this step, until it is asked to stop.
     Returns when they are there and have saved step `saved`: however busy the machine is, they go no further before a
     signal comes."""
     more = {"WARM_RANK_FIRST": "helpers.faults:halt_after_step", "HALT_AFTER": str(step)}
-    ranks = support.start_ranks(script, arguments, **more)
+    ranks = support.start_ranks(script, arguments, world, **more)
     support.wait_for_step(run, step)
     if saved:
         wait_for_checkpoint(run, saved)
@@ -83,7 +85,7 @@ def halt_after_step() -> None:
 
     def step(tracker, number: int, values: dict) -> None:
         log(tracker, number, values)
-        halts = number == int(os.environ["HALT_AFTER"]) and tracker.process.rank == 1
+        halts = number == int(os.environ["HALT_AFTER"]) and tracker.process.rank == tracker.process.world - 1
         while halts and not stop_requested():
             time.sleep(0.1)
 

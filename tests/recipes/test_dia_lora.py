@@ -1,5 +1,6 @@
 """The Dia LoRA recipe with two real ranks, compared with plain PyTorch in one process."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -158,8 +159,12 @@ def test_a_stereo_adapter_under_zero3_equals_one_process_and_has_its_embedding_a
     assert {clips.voice(i, 0) is None for i in range(8)} == {True, False}
     trained = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
     first = {}  # each element's first gradient
+
+    def keep_first(name, p) -> None:
+        first.setdefault(name, p.grad.abs())
+
     for name, p in trained.items():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: first.setdefault(name, p.grad.abs()))
+        p.register_post_accumulate_grad_hook(functools.partial(keep_first, name))
     weights, _, losses = train_plain(model, clips, config, [{"params": list(trained.values()), "weight_decay": 0.0}])
     weights = {name.replace(".default", ""): value for name, value in weights.items()}
     # Adam's first update is lr g / (|g| + 1e-8): where g is about 1e-8, its rounding (1e-10; g is 2e-5 in the median)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+import common.runtime  # noqa: F401  sets what torch reads from the environment
 from helpers import support, warm_ranks
 
 os.environ.update(support.CPU)
@@ -18,6 +19,7 @@ os.environ.update(support.CPU)
 # launch.sh starts two workers (pytest-xdist), each of which runs whole files: their fixtures are made once.
 
 REMINDER_SECONDS = 60
+TRAINING = ("recipes", "tests")  # folders whose tests train, or start commands
 
 
 def pytest_addoption(parser):
@@ -40,8 +42,8 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if is_long(item) == config.getoption("--long")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     config.deselected_long = 0 if config.getoption("--long") else len(items) - len(chosen)
-    # Those with ranks take longest: in the other order one worker would be left with them at the end.
-    items[:] = sorted(chosen, key=lambda item: not starts_ranks(item))
+    # Files that take longest come first: in the other order one worker would be left with one of them at the end.
+    items[:] = sorted(chosen, key=lambda item: (not starts_ranks(item), item.path.parent.name not in TRAINING))
 
 
 def pytest_sessionfinish(session):

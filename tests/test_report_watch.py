@@ -30,7 +30,7 @@ def ask(run):
     thread.start()
 
     def get(path: str, host: str = "localhost"):
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=600)
         connection.request("GET", path, headers={"Host": f"{host}:{server.server_port}"})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
@@ -103,5 +103,5 @@ def test_ctrl_c_ends_it_with_code_0(run):
     )
     assert started.stdout.readline().startswith("http://127.0.0.1:")
     started.send_signal(signal.SIGINT)
-    rest, _ = started.communicate(timeout=60)
+    rest, _ = started.communicate(timeout=600)
     assert started.returncode == 0 and not rest.strip()

@@ -25,6 +25,10 @@ DEFAULT_PORT = "29500"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# Some virtual machines advertise AMX but not its tiles (CPUID leaf 1D): there oneDNN dies of an illegal instruction in
+# the first bf16 product. ONEDNN_MAX_CPU_ISA=DEFAULT brings it back. oneDNN reads this at its first operation.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
 
 _bar = None  # the progress bar on the terminal; see print_above
 

@@ -370,3 +370,15 @@ def test_torch_reads_the_allocators_setting_under_that_name_and_only_then():
     env = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "expandable_segments:True", done.stderr
+
+
+def test_bf16_on_a_cpu_does_without_amx():
+    """Some virtual machines advertise AMX where it does not work, and a bf16 product kills the process."""
+    body = (
+        "from common import runtime; import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print((a @ a).sum())"
+    )
+    env = support.environment(PYTHONPATH=str(support.ROOT / "finetune"), ONEDNN_VERBOSE="1")
+    env.pop("ONEDNN_MAX_CPU_ISA", None)
+    done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "tensor(262144." in done.stdout, done
+    assert "oneDNN v" in done.stdout and "AMX" not in done.stdout

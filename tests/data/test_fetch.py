@@ -50,7 +50,7 @@ def environment(hub, home, **more) -> dict:
 def fetch(hub, home, *words, **more) -> subprocess.CompletedProcess:
     command = [support.PYTHON, support.ROOT / "data/fetch.py", *words]
     return subprocess.run(
-        command, env=environment(hub, home, **more), capture_output=True, text=True, timeout=60, check=False
+        command, env=environment(hub, home, **more), capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -156,6 +156,6 @@ def test_a_full_disk_says_which_variable_moves_the_cache(hub, tmp_path):
     command = ["bash", "-c", 'ulimit -f 12000; trap "" XFSZ; exec "$@"', "bash"]
     command += [support.PYTHON, support.ROOT / "data/fetch.py", NAME]
     done = subprocess.run(
-        command, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=60, check=False
+        command, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 2 and "cannot be stored in" in done.stderr and "set HF_HOME" in done.stderr, done.stderr

@@ -66,8 +66,9 @@ def poison_letter_q(source: Path, target: Path) -> Path:
     return target
 
 
-def stereo_tokens(demo: Path, target: Path) -> Path:
-    """Real demo clips on the left, other ones, as long, on the right; two speakers."""
+def stereo_tokens(demo: Path, target: Path, codec: bool = True) -> Path:
+    """Real demo clips on the left, other ones, as long, on the right; two speakers. Without a codec no process decodes
+    the samples."""
     from common.tokens import TokenDataset
 
     tokens = TokenDataset(str(demo / "tokens/train"))
@@ -78,7 +79,8 @@ def stereo_tokens(demo: Path, target: Path) -> Path:
         codes = np.concatenate([left[:frames], right[:frames]], axis=1)
         clips.append({"id": tokens.id(i), "text": tokens.text(i), "codes": codes})
     speakers = {"speaker": ["a", "b"] * 4}
-    return support.write_tokens(target, clips, channels=18, weights=str(demo / "codec"), columns=speakers)
+    weights = str(demo / "codec") if codec else None
+    return support.write_tokens(target, clips, channels=18, weights=weights, columns=speakers)
 
 
 def native_of(model) -> dict[str, torch.Tensor]:

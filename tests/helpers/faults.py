@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from common import checkpoint
 from common.metrics import Tracker
-from common.runtime import Process
+from common.runtime import Process, stop_requested
 from helpers import support
 from helpers.warm_ranks import WarmRank
 
@@ -65,13 +65,17 @@ def wait_for_checkpoint(run: Path, step: int, timeout: float = 600) -> None:
     raise TimeoutError(f"{run} has no checkpoint of step {step}")
 
 
-def start_and_halt(script: Path, arguments: list, run: Path, step: int, saved: int, world: int = 2) -> list[WarmRank]:
-    """Starts ranks, of which the last does nothing more after it has logged this step. Returns when they are there
-    and have saved step `saved`: however busy the machine is, they go no further before they are killed."""
+def start_and_halt(
+    script: Path, arguments: list, run: Path, step: int, saved: int = 0, world: int = 2
+) -> list[WarmRank]:
+    """Starts ranks, of which the last does nothing more after it has logged this step, until it is asked to stop.
+    Returns when they are there and have saved step `saved`: however busy the machine is, they go no further before a
+    signal comes."""
     more = {"WARM_RANK_FIRST": "helpers.faults:halt_after_step", "HALT_AFTER": str(step)}
     ranks = support.start_ranks(script, arguments, world, **more)
     support.wait_for_step(run, step)
-    wait_for_checkpoint(run, saved)
+    if saved:
+        wait_for_checkpoint(run, saved)
     return ranks
 
 
@@ -81,8 +85,9 @@ def halt_after_step() -> None:
 
     def step(tracker, number: int, values: dict) -> None:
         log(tracker, number, values)
-        while number == int(os.environ["HALT_AFTER"]) and tracker.process.rank == tracker.process.world - 1:
-            time.sleep(1)
+        halts = number == int(os.environ["HALT_AFTER"]) and tracker.process.rank == tracker.process.world - 1
+        while halts and not stop_requested():
+            time.sleep(0.1)
 
     Tracker.step = step
 

@@ -112,7 +112,7 @@ def test_a_loss_with_another_target_does_not_even_start(trained, monkeypatch):
 
 
 def test_both_networks_move_once_a_step_and_crops_of_one_sound_train(trained):
-    engines, run = trained(micro_batch=1, steps=2)
+    engines, run = trained(micro_batch=1, steps=2, hold_out=[])
     assert [engines[name].global_steps for name in ("g", "d")] == [2, 2]
     assert all(math.isfinite(r["loss"]) and r["grad_norm_d"] > 0 for r in support.step_records(run))
 
@@ -212,7 +212,7 @@ def test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back(traine
 
 
 def test_an_export_goes_on_with_its_own_discriminator(trained, finished):
-    engines, run = trained(model=str(finished / "export"), steps=1, gan_gate="off")
+    engines, run = trained(model=str(finished / "export"), steps=1, gan_gate="off", hold_out=[])
     assert support.step_records(run)[0]["gan_level"] == 1.0
     assert engines["d"].module.model.channels == 2
     with pytest.raises(UserError, match="--gan-gate needs held-out sounds"):

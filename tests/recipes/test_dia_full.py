@@ -308,7 +308,7 @@ def test_another_step_size_or_setting_is_refused(runs, demo, change, sentence):
 
 @pytest.mark.quick
 def test_kill_9_of_a_rank_then_resume_equals_never_killed(demo, tmp_path):
-    job = "--precision fp32 --lr 3e-3 --warmup 2 --steps 16 --micro-tokens 400 --ema 0.9 --samples 0 --eval-every 4"
+    job = "--precision fp32 --lr 3e-3 --warmup 2 --steps 8 --micro-tokens 400 --ema 0.9 --samples 0 --eval-every 4"
     job = [*job.split(), "--save-every", "4", "--freeze", "first:1", "--ds", "ds_configs/zero3.json", *support.TINY_DIA]
     recipe = support.ROOT / "finetune" / "dia_full.py"
     whole, run = tmp_path / "whole", tmp_path / "run"

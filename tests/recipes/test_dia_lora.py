@@ -1,5 +1,6 @@
 """The Dia LoRA recipe with two real ranks, compared with plain PyTorch in one process."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -56,7 +57,7 @@ def runs(demo, two_ranks, tmp_path_factory):
         "4bit": {**LEARNING, "ds": "ds_configs/zero2.json", "quantize": "4bit"},
         "8bit": {**LEARNING, "ds": "ds_configs/zero2.json", "quantize": "8bit"},
     }
-    stereo = {"data": str(stereo_tokens(demo, folder / "stereo-tokens"))}
+    stereo = {"data": str(stereo_tokens(demo, folder / "stereo-tokens", codec=False))}
     stereo |= {
         "eval_data": stereo["data"],
         "allow_overlap": True,
@@ -156,11 +157,23 @@ def test_a_stereo_adapter_under_zero3_equals_one_process_and_has_its_embedding_a
     model = dia_lora.build_model(config, {"zero_optimization": {"stage": 0}}, {})
     clips = Clips(TokenDataset(config.data), layout_of(model.get_base_model().config), config, {}, train=True)
     assert {clips.voice(i, 0) is None for i in range(8)} == {True, False}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    weights, _, losses = train_plain(model, clips, config, [{"params": trained, "weight_decay": 0.0}])
+    trained = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
+    first = {}  # each element's first gradient
+
+    def keep_first(name, p) -> None:
+        first.setdefault(name, p.grad.abs())
+
+    for name, p in trained.items():
+        p.register_post_accumulate_grad_hook(functools.partial(keep_first, name))
+    weights, _, losses = train_plain(model, clips, config, [{"params": list(trained.values()), "weight_decay": 0.0}])
     weights = {name.replace(".default", ""): value for name, value in weights.items()}
-    # 1.2e-6 was measured once, 1e-6 held before. Probably rounding, which Adam magnifies; the cause was not looked for.
+    # Adam's first update is lr g / (|g| + 1e-8): where g is about 1e-8, its rounding (1e-10; g is 2e-5 in the median)
+    # moves a weight by 1e-6. In 1 of 600 elements it is below 1e-7; there plain float32 is 5e-6 off plain float64.
+    rounded = {name: (value > 0) & (value < 1e-7) for name, value in first.items()}
+    assert sum(int(chosen.sum()) for chosen in rounded.values()) < 0.005 * sum(p.numel() for p in trained.values())
     assert_same(adapter(run), weights, tolerance=5e-6)
+    settled = {name: torch.where(rounded[name], weights[name], value) for name, value in adapter(run).items()}
+    assert_same(settled, weights, tolerance=1e-6)
     assert [record["loss"] for record in support.step_records(run)] == pytest.approx(losses, abs=1e-6)
     assert len(list((run / "samples").glob("step-00000005/*.npy"))) == 3
     # Plain PEFT puts both tables in place of those of the widened base, which never had the new channels.

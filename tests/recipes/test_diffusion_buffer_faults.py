@@ -26,8 +26,8 @@ SCRIPT = support.ROOT / "finetune" / "diffusion_buffer.py"
 # resume could lose.
 JOB = (
     "--width 8 --frames 16 --buffer 6 --buffer-low 4 --context-noise 0.5 --context-own 0.5 --level track "
-    "--micro-batch 2 --accumulation 2 --steps 18 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov --eval-files 1 "
-    "--eval-every 6 --save-every 6 --samples 0 --best-by lsd --schedule plateau --patience 1 --drop 0.7"
+    "--micro-batch 2 --accumulation 2 --steps 9 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov --eval-files 1 "
+    "--eval-every 3 --save-every 3 --samples 0 --best-by lsd --schedule plateau --patience 1 --drop 0.7"
 ).split()
 
 
@@ -50,7 +50,7 @@ def whole(pairs, tmp_path_factory):
 
 def assert_same_run(run, whole) -> None:
     timed = {"step_s", "data_wait_s", "tokens_per_s", "rss_gb"}
-    last = [folder / "checkpoints" / "step-00000018" for folder in (run, whole)]
+    last = [folder / "checkpoints" / "step-00000009" for folder in (run, whole)]
     states = [json.loads((path / "trainer_state.json").read_text()) for path in last]
     assert all(states[0][name] == states[1][name] for name in ("loop_state", "best")) and states[0]["best"] is not None
     history = [
@@ -68,35 +68,32 @@ def assert_same_run(run, whole) -> None:
     assert final[0].keys() == final[1].keys() and all(torch.equal(final[0][n], final[1][n]) for n in final[0])
 
 
-def start(run, pairs):
-    return support.start_ranks(SCRIPT, job(run, pairs))
-
-
 @pytest.mark.quick
 def test_killed_in_a_step_and_again_while_saving_it_ends_as_if_never_killed(whole, pairs, tmp_path):
     run = tmp_path / "run"
-    kill_all(start_and_halt(SCRIPT, job(run, pairs), run, step=8, saved=6), run)
-    outputs = kill_all_while_saving(SCRIPT, job(run, pairs), run, 12)
-    assert f"resuming after step 6 from {run}/checkpoints/step-00000006" in outputs[0]
+    kill_all(start_and_halt(SCRIPT, job(run, pairs), run, step=4, saved=3), run)
+    outputs = kill_all_while_saving(SCRIPT, job(run, pairs), run, 6)
+    assert f"resuming after step 3 from {run}/checkpoints/step-00000003" in outputs[0]
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0], outputs[0][-3000:]
-    assert "resuming after step 6 " in outputs[0], "half a checkpoint is none"
+    assert "resuming after step 3 " in outputs[0], "half a checkpoint is none"
     assert_same_run(run, whole)
 
 
 def test_a_signal_stops_all_ranks_at_one_step_another_shows_where_they_are(whole, pairs, tmp_path):
     run = tmp_path / "run"
-    ranks = start(run, pairs)
-    support.wait_for_step(run, 2)
+    ranks = start_and_halt(SCRIPT, job(run, pairs), run, step=2)
+    stacks = run / "stacks-00001.txt"
     ranks[1].send_signal(signal.SIGUSR2)
-    time.sleep(0.5)
+    while "diffusion_buffer.py" not in (stacks.read_text() if stacks.exists() else ""):
+        assert ranks[1].poll() is None
+        time.sleep(0.02)
     ranks[1].send_signal(signal.SIGTERM)
     codes, outputs = support.finish(ranks)
     assert codes == [75, 75], outputs[0][-3000:]
     assert_no_orphans(run)
-    assert "diffusion_buffer.py" in (run / "stacks-00001.txt").read_text()
     (stopped,) = [r["step"] for r in support.metrics(run) if r.get("event") == "preempted"]
-    assert 2 <= stopped < 18
+    assert 2 < stopped < 9
     codes, outputs = run_ranks(run, pairs)
     assert codes == [0, 0] and f"resuming after step {stopped}" in outputs[0], outputs[0][-3000:]
     assert_same_run(run, whole)
@@ -115,11 +112,11 @@ def test_another_diffusion_is_refused_and_another_split_is_not(whole, pairs, tmp
     words = job(run, pairs)
     codes, outputs = support.run_recipe(*words, "--sde-c", "0.52", world=1, recipe="diffusion_buffer")
     assert codes == [2] and "sde_c: 0.08 then, 0.52 now" in outputs[0]
-    # the checkpoint of step 12 with the same crops in other micro-batches or ranks: the same losses to rounding
-    shutil.rmtree(run / "checkpoints" / "step-00000018")
+    # the checkpoint of step 6 with the same crops in other micro-batches or ranks: the same losses to rounding
+    shutil.rmtree(run / "checkpoints" / "step-00000009")
     entries = checkpoint.read_index(run / "checkpoints")
-    checkpoint.write_json(run / "checkpoints" / "index.json", {"checkpoints": [e for e in entries if e["step"] < 18]})
+    checkpoint.write_json(run / "checkpoints" / "index.json", {"checkpoints": [e for e in entries if e["step"] < 9]})
     codes, outputs = support.run_recipe(*words, *split, world=world, recipe="diffusion_buffer")
-    assert not any(codes) and "resuming after step 12" in outputs[0], outputs[0][-3000:]
+    assert not any(codes) and "resuming after step 6" in outputs[0], outputs[0][-3000:]
     losses = [[r["loss"] for r in support.step_records(folder)] for folder in (run, whole)]
-    assert losses[0][:12] == losses[1][:12] and losses[0][12:] == pytest.approx(losses[1][12:], abs=1e-6)
+    assert losses[0][:6] == losses[1][:6] and losses[0][6:] == pytest.approx(losses[1][6:], abs=1e-6)

@@ -8,10 +8,10 @@ from helpers import faults, support
 
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
-# 56 clips in micro-batches of about 5: the 30 steps cross epochs, and dropout, average and evaluation are state.
+# 56 clips in micro-batches of about 5: the 15 steps cross epochs, and dropout, average and evaluation are state.
 JOB = (
-    "--untie all --precision fp32 --lr 3e-3 --warmup 2 --steps 30 --micro-tokens 900 --ema 0.9 --samples 0 "
-    "--text-dropout 0.3 --eval-every 10 --save-every 10"
+    "--untie all --precision fp32 --lr 3e-3 --warmup 2 --steps 15 --micro-tokens 900 --ema 0.9 --samples 0 "
+    "--text-dropout 0.3 --eval-every 5 --save-every 5"
 ).split()
 
 
@@ -44,23 +44,23 @@ def whole(demo_mot, tmp_path_factory):
 @pytest.mark.quick
 def test_kill_9_of_a_rank_ends_the_other_and_a_resume_equals_never_killed(whole, tmp_path):
     expected, run = whole("zero2"), tmp_path / "run"
-    faults.kill_one(faults.start_and_halt(SCRIPT, job(run, "zero2"), run, step=14, saved=10), run)
+    faults.kill_one(faults.start_and_halt(SCRIPT, job(run, "zero2"), run, step=7, saved=5), run)
     codes, outputs = support.finish(start(run, "zero2"))
     assert codes == [0, 0], outputs[0][-3000:]
-    assert f"resuming after step 10 from {run}/checkpoints/step-00000010" in outputs[0]
+    assert f"resuming after step 5 from {run}/checkpoints/step-00000005" in outputs[0]
     faults.assert_same_run(run, expected)
 
 
 def test_kill_9_of_all_ranks_of_zero3_and_a_half_written_checkpoint_is_never_taken(whole, tmp_path):
     """As a kill while it is written leaves it: a folder under its temporary name, or one that index.json lacks."""
     expected, run = whole("zero3"), tmp_path / "run"
-    faults.kill_all(faults.start_and_halt(SCRIPT, job(run, "zero3"), run, step=21, saved=20), run)
+    faults.kill_all(faults.start_and_halt(SCRIPT, job(run, "zero3"), run, step=11, saved=10), run)
     folder = run / "checkpoints"
-    half = folder / ".step-00000030.tmp"
-    shutil.copytree(folder / "step-00000020", half, dirs_exist_ok=True)
+    half = folder / ".step-00000015.tmp"
+    shutil.copytree(folder / "step-00000010", half, dirs_exist_ok=True)
     (half / "manifest.json").unlink()
-    shutil.copytree(folder / "step-00000010", folder / "step-00000025")
+    shutil.copytree(folder / "step-00000005", folder / "step-00000012")
     codes, outputs = support.finish(start(run, "zero3"))
     assert codes == [0, 0], outputs[0][-3000:]
-    assert "resuming after step 20" in outputs[0]
+    assert "resuming after step 10" in outputs[0]
     faults.assert_same_run(run, expected)

@@ -10,7 +10,7 @@ synthesiser; its voices are free (BSD-style licences). The steps:
 2. data/train_codec.py: the codec, on all of them
 3. more speech: AWB and RMS, the voices of Dia, say 585 of the sentences and parts of sentences four times each, at
    different speeds; they and KAL say all of it twice with throats of other sizes, which makes other voices of them; and
-   SLT, the new voice, says 128 of the sentences and the parts twice. From sentences that are said once, Dia learned
+   SLT, the new voice, says 256 of the sentences and the parts twice. From sentences that are said once, Dia learned
    them by heart instead of learning to read; from two voices, it could not read in a third (docs/log.md)
 4. data/encode.py; AWB is tagged [S1], RMS [S2], KAL either, and SLT [S1]
 5. finetune/dia_full.py, 1 rank: a tiny Dia with random weights learns to read with two voices, then with many
@@ -36,7 +36,7 @@ DATA = Path(__file__).resolve().parents[1]
 TAGS = {"awb": "[S1]", "rms": "[S2]", "slt": "[S1]"}
 THROATS = [round(0.85 + 0.05 * number, 2) for number in range(12)]  # factors on all frequencies, 1.4 is a small throat
 # The sentences of every voice have the same numbers, so those kept for evaluation are new to all models.
-EVAL, TRAIN, NEW = range(40), range(40, 625), range(40, 168)
+EVAL, TRAIN, NEW = range(40), range(40, 625), range(40, 296)
 AGAIN = {  # voices, sentences, how often each text is said, and whether with other throats
     "base-train": (("awb", "rms"), TRAIN, 4, False),
     "many-train": (("awb", "rms", "kal16"), TRAIN, 2, True),
@@ -232,9 +232,13 @@ def collect(work: Path, codec: Path, out: Path) -> None:
 
     draft = out.with_name(out.name + ".tmp")
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(codec, draft / "codec")
+    shutil.copytree(codec, draft / "codec", ignore=shutil.ignore_patterns("README.md"))
     export = work / "dia" / "export"
     DiaForConditionalGeneration.from_pretrained(export, dtype=torch.float16).save_pretrained(draft / "dia")
+    config = json.loads((draft / "dia" / "config.json").read_text())
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        config.pop(name, None)  # those of the decoder count, and transformers warns of any others
+    write_json(draft / "dia" / "config.json", config)
     processor = json.loads((export / "processor_config.json").read_text())
     processor["audio_tokenizer"]["audio_tokenizer_name_or_path"] = "codec"
     write_json(draft / "dia" / "processor_config.json", processor)
@@ -243,7 +247,7 @@ def collect(work: Path, codec: Path, out: Path) -> None:
     voice = draft / "voice"
     for split in ("train", "eval"):
         tokens = voice / "tokens" / split
-        shutil.copytree(work / "tokens" / split, tokens)
+        shutil.copytree(work / "tokens" / split, tokens, ignore=shutil.ignore_patterns(".*"))
         info = json.loads((tokens / "dataset.json").read_text())
         write_json(tokens / "dataset.json", info | {"weights": "codec"})
         sources = [json.loads(line) for line in (tokens / "sources.jsonl").read_text().splitlines()]

@@ -84,13 +84,16 @@ def measures_of(config: RunConfig) -> list[str]:
 
 
 def demo_measures(config: RunConfig, grammar: Path) -> dict[str, str]:
-    """Flags that score the demo's samples with the packages of requirements-scoring.txt, as far as they are there."""
+    """Flags that score the demo's samples with the packages of requirements-scoring.txt, as far as they are there, and
+    that select the best by word error rate: the loss is lowest long before the new voice reads best."""
     has = {name for name in ("pocketsphinx", "resemblyzer", "webrtcvad") if find_spec(name)}
     if len(has) < 3:
         say("note: word error rate and speaker similarity need pip install --no-deps -r requirements-scoring.txt")
     wer = f"pocketsphinx:{grammar}" if "pocketsphinx" in has else ""
     similarity = "resemblyzer" if {"resemblyzer", "webrtcvad"} <= has else ""
-    return {"wer": config.wer or wer, "similarity": config.similarity or similarity}
+    measures = {"wer": config.wer or wer, "similarity": config.similarity or similarity}
+    by_wer = config.best_by == "loss" and config.samples and measures["wer"]
+    return measures | ({"best_by": "wer"} if by_wer else {})
 
 
 def asked(config: RunConfig) -> bool:

@@ -3,7 +3,7 @@
     ./launch.sh demo --out runs/spoken
     python tests/bench/bench_demo_speech.py --run runs/spoken
 
-All 40 evaluation sentences, which no model was trained on; the most likely code each time. Similarity is to recordings
+All 40 evaluation sentences, which no model was trained on; the most likely code each time if not sampled. Similarity is to recordings
 of the new voice, but for that of the same sentence.
 """
 
@@ -35,9 +35,10 @@ def main() -> None:
     row("8 recordings of the new voice", judge.recordings, "")
     row("the new voice through the codec", speech_judge.through_codec(demo), "")
     base = speech_judge.load(demo)
-    for name, model, tag in (("base, `[S1]`", base, "[S1]"), ("base, `[S2]`", base, "[S2]")):
-        waves, ended = speech_judge.speak(model, demo, range(40), tag)
-        row(name, waves, f"{ended:.0%}")
+    for tag in ("[S1]", "[S2]"):
+        for how in ("", ", sampled with guidance"):
+            waves, ended = speech_judge.speak(base, demo, range(40), tag, guided=bool(how))
+            row(f"base, `{tag}`{how}", waves, f"{ended:.0%}")
     if args.run:
         waves, ended = speech_judge.speak(speech_judge.load(demo, args.run / "export"), demo, range(40))
         row("tuned, `[S1]`", waves, f"{ended:.0%}")

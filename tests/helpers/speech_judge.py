@@ -45,9 +45,11 @@ def load(demo: Path, adapter: Path | None = None):
 
 
 @torch.no_grad()
-def speak(model, demo: Path, numbers, tag: str = "[S1]", mute: bool = False) -> tuple[dict[int, np.ndarray], float]:
-    """Waves of these sentences, the most likely code each time, and the share that ended by itself. `mute`: the model
-    gets no text."""
+def speak(
+    model, demo: Path, numbers, tag: str = "[S1]", mute: bool = False, guided: bool = False
+) -> tuple[dict[int, np.ndarray], float]:
+    """Waves of these sentences, and the share that ended by itself. The most likely code each time, or `guided`:
+    sampled with guidance. `mute`: the model gets no text."""
     from transformers import DiaProcessor
 
     processor, config = DiaProcessor.from_pretrained(demo / "dia"), model.config.decoder_config
@@ -56,7 +58,10 @@ def speak(model, demo: Path, numbers, tag: str = "[S1]", mute: bool = False) -> 
     inputs = processor(text=texts, return_tensors="pt", padding=True, **special)
     if mute:
         inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
-    ids = model.generate(**inputs, max_new_tokens=200, do_sample=False, guidance_scale=None)
+    options = {"do_sample": guided, "guidance_scale": 2.5 if guided else None}
+    options |= {"temperature": 1.0, "top_p": 0.8, "top_k": 45} if guided else {}
+    torch.manual_seed(0)
+    ids = model.generate(**inputs, max_new_tokens=200, **options)
     ended = [(row[:, 0] == config.eos_token_id).any().item() and len(row) < 200 for row in ids]
     waves = [processor.batch_decode(row[None], **special)[0] for row in ids]
     return {number: wave.float().numpy().squeeze() for number, wave in zip(numbers, waves, strict=True)}, np.mean(ended)

@@ -3,8 +3,8 @@
     ./launch.sh demo --out runs/spoken
     python tests/bench/bench_demo_speech.py --run runs/spoken
 
-All 40 evaluation sentences, which no model was trained on; the most likely code each time if not sampled. Similarity is to recordings
-of the new voice, but for that of the same sentence.
+All 40 evaluation sentences, which no model was trained on; the most likely code each time if not sampled. Similarity is
+to recordings of the new voice, but for that of the same sentence.
 """
 
 import argparse

@@ -58,11 +58,12 @@ def figures_of(judge, model, speech, **options) -> dict:
 
 
 def assert_has_learned(after: dict, before: dict, recordings: dict) -> None:
-    """The bars of the demo."""
-    assert after["wer"] <= 0.30  # 18 % measured; another processor rounds differently, and trials gave 12 % to 25 %
-    assert after["ended"] >= 0.95
-    assert after["similarity"] >= before["similarity"] + 0.10
-    assert after["similarity"] >= recordings["similarity"] - 0.05
+    """The bars of the demo. Measured: word error rate 15 % to 18 %; another processor rounds differently, and training
+    magnifies that (trials gave 12 % to 25 %)."""
+    assert after["similarity"] >= before["similarity"] + 0.10, "not the new voice"
+    assert after["similarity"] >= recordings["similarity"] - 0.05, "not the new voice"
+    assert after["wer"] <= 0.30, "not understood"
+    assert after["ended"] >= 0.95, "does not end"
 
 
 def test_recordings_and_their_codes_are_understood(judge, speech):
@@ -100,7 +101,7 @@ def test_the_demos_own_table_says_so_too(demo_run):
     last = [record for record in records if record.get("event") == "scores"][-1]
     assert last["wer"] <= 0.30 and last["stop_rate"] >= 0.85 and 0.8 <= last["duration_ratio"] <= 1.25
     assert last["similarity"] >= before["similarity"] + 0.10
-    for label in ("word error rate", "speaker similarity", "ends predicted", "text gap at onsets", "length, relative"):
+    for label in ("word error rate", "speaker similarity", "ends predicted", "text gap at onsets", "relative length"):
         assert label in output.split("before")[-1], output[-2000:]
 
 
@@ -110,11 +111,11 @@ def test_an_untrained_adapter_is_not_mistaken_for_the_new_voice(heard, judge, sp
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
     get_peft_model(speech_judge.load(speech), LoraConfig(target_modules=modules)).save_pretrained(tmp_path / "adapter")
     figures = figures_of(judge, speech_judge.load(speech, tmp_path / "adapter"), speech)
-    with pytest.raises(AssertionError, match="similarity"):
+    with pytest.raises(AssertionError, match="not the new voice"):
         assert_has_learned(figures, heard["base"], heard["recordings"])
 
 
 def test_speech_without_the_text_is_not_mistaken_for_reading(heard, judge, speech):
     figures = figures_of(judge, heard["tuned model"], speech, mute=True)
-    with pytest.raises(AssertionError, match="wer"):
+    with pytest.raises(AssertionError, match="not understood"):
         assert_has_learned(figures, heard["base"], heard["recordings"])

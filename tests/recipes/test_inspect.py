@@ -561,13 +561,13 @@ def test_the_terminal_gets_no_control_characters_and_equal_rows_once():
     ("words", "sentence"),
     [
         ([], "give --recipe, or --run with a run folder"),
-        (["--recipe", "dia_lora", "--clip", "train-ada_00"], r"has no such clip; did you mean train-ada_0\d0 or"),
-        (["--recipe", "dia_lora", "--clip", "zzz"], "has no such clip; its first is 'train-ada_000'"),
+        (["--recipe", "dia_lora", "--clip", "train256-slt-00"], r"no such clip; did you mean train256-slt-\d+-\d or"),
+        (["--recipe", "dia_lora", "--clip", "zzz"], "has no such clip; its first is 'train256-slt-000-0'"),
         (["--recipe", "dia_lora", "--text-dropuot", "1"], "unknown flag --text-dropuot; did you mean --text-dropout"),
         (["--recipe", "dia_lora", "--text-dropout", "2"], "--text-dropout 2.0 is out of range"),
         (["--recipe", "dia_lora", "--data", "nowhere"], "nowhere"),
         (["--recipe", "dia_lora", "--html", "no/where.html"], "the folder no does not exist"),
-        (["--recipe", "llama_mot", "--data", "x"], "--recipe llama_mot needs --model, whose tokenizer"),
+        (["--recipe", "llama_mot", "--data", "x"], "--recipe llama_mot needs --model for its tokenizer"),
         (["--run", "nowhere"], "--run nowhere is not a run folder"),
     ],
 )

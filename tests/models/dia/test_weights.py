@@ -179,7 +179,7 @@ def test_a_native_file_never_runs_code(tmp_path):
 
 def test_other_weights_are_no_native_dia(tmp_path):
     torch.save({"a.weight": torch.zeros(2)}, tmp_path / "other.pth")
-    with pytest.raises(UserError, match="no native Dia"):
+    with pytest.raises(UserError, match="not a native Dia checkpoint"):
         dia_weights.read_native(tmp_path / "other.pth")
 
 

@@ -78,8 +78,8 @@ def quantization_config(bits: str, dtype, keep: list[str]):
     import bitsandbytes.nn.modules as modules
     from transformers import BitsAndBytesConfig
 
-    # On CPUs with bf16 instructions it repacks 4-bit weights in the first evaluation (0.50.2), which fails for widths that
-    # are no multiple of 64, and replaces the weights that training goes on with.
+    # On CPUs with bf16 instructions it repacks 4-bit weights in the first evaluation (0.50.2), which fails for widths
+    # that are no multiple of 64, and replaces the weights that training goes on with.
     modules.has_avx512bf16 = lambda: False
     if bits == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=keep)

@@ -165,7 +165,7 @@ def test_fit_needs_deepspeed(config_of):
     from common.fit import fit
 
     module, config = config_of("llama_mot", deepspeed=False, fit="24GB")
-    with pytest.raises(UserError, match="leave --no-deepspeed out"):
+    with pytest.raises(UserError, match="use it without --no-deepspeed"):
         fit(config, module.train, ALONE)
 
 

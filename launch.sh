@@ -5,6 +5,7 @@
 #   ./launch.sh doctor                       print what this machine has, and what the recipes can use
 #   ./launch.sh demo                         fine-tune a tiny Dia on a synthetic corpus, end to end
 #   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others
+#   ./launch.sh bench [NAME...]              measure speed and memory against peers and limits, in one table
 #   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score,
 #                                            cluster_speakers, train_codec, fetch (a model or codec from the hub)
 #   ./launch.sh RECIPE [--ranks N] [flags]   train with finetune/RECIPE.py under DeepSpeed: on all GPUs, or as 2 ranks
@@ -373,6 +374,10 @@ case $command in
         setup
         cd "$root"
         exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+        ;;
+    bench)
+        setup
+        exec "$venv/bin/python" "$root/tests/bench/run.py" "$@"
         ;;
     slurm) submit "$@" ;;
     encode | decode | check | pairs | pair_speakers | cluster_speakers | train_codec | score | fetch)

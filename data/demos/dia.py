@@ -168,8 +168,45 @@ def save_codec(folder: Path) -> None:
     DacFeatureExtractor(sampling_rate=RATE, hop_length=config.hop_length).save_pretrained(folder)
 
 
-def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
-    """Special ids and delay pattern are the class defaults, as in the real model."""
+# LoRA on a frozen random base depends on the spread of the base's activations: after 300 steps the loss was 3.1 with an
+# initializer_range of 0.04, 1.8 with 0.1 and 2.4 with 0.15 (one run each).
+ENCODER = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "initializer_range": 0.1,
+}
+DECODER = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "cross_num_attention_heads": 4,
+    "cross_num_key_value_heads": 4,
+    "cross_head_dim": 16,
+    "cross_hidden_size": 32,
+    "intermediate_size": 160,
+    "initializer_range": 0.1,
+}
+# as the real model generates
+SAMPLING = {"do_sample": True, "temperature": 1.8, "top_p": 0.9, "top_k": 50, "guidance_scale": 3.0, "max_length": 3072}
+
+
+def save_dia(
+    folder: Path,
+    codec: Path,
+    final_codec: Path,
+    encoder: dict = ENCODER,
+    decoder: dict = DECODER,
+    generation: dict = SAMPLING,
+    seed: int = SEED,
+) -> None:
+    """A Dia with random weights that speaks through `codec`, which its processor calls `final_codec`. The delays are
+    those of the real model; the special ids follow the codec's own, which gives the real ids with a real codec."""
     import torch
     from transformers import (
         DacModel,
@@ -182,48 +219,19 @@ def save_dia(folder: Path, codec: Path, final_codec: Path) -> None:
     )
     from transformers.models.dia.configuration_dia import DiaDecoderConfig, DiaEncoderConfig
 
-    torch.manual_seed(SEED)
-    # LoRA on a frozen random base depends on the spread of the base's activations: after 300 steps the loss was 3.1
-    # with a scale of 0.04, 1.8 with 0.1 and 2.4 with 0.15 (one run each).
-    scale = 0.1
-    encoder = DiaEncoderConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=96,
-        initializer_range=scale,
-    )
-    decoder = DiaDecoderConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        cross_num_attention_heads=4,
-        cross_num_key_value_heads=4,
-        cross_head_dim=16,
-        cross_hidden_size=32,
-        intermediate_size=160,
-        initializer_range=scale,
-    )
-    model = DiaForConditionalGeneration(
-        DiaConfig(encoder_config=encoder, decoder_config=decoder, initializer_range=scale)
-    )
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=1.8,
-        top_p=0.9,
-        top_k=50,
-        guidance_scale=3.0,
-        max_length=3072,
-        bos_token_id=1026,
-        eos_token_id=1024,
-        pad_token_id=1025,
-    )
-    model.save_pretrained(folder)
     audio_tokenizer = DacModel.from_pretrained(codec)
-    audio_tokenizer.name_or_path = str(final_codec)  # only the name is saved, and the folder will be renamed
-    processor = DiaProcessor(DiaFeatureExtractor(sampling_rate=RATE, hop_length=HOP), DiaTokenizer(), audio_tokenizer)
-    processor.save_pretrained(folder)
+    audio_tokenizer.name_or_path = str(final_codec)  # only the name is saved, and the folder may be renamed
+    codes = audio_tokenizer.config.codebook_size
+    special = {"eos_token_id": codes, "pad_token_id": codes + 1, "bos_token_id": codes + 2}
+    torch.manual_seed(seed)
+    config = DiaConfig(
+        encoder_config=DiaEncoderConfig(**encoder),
+        decoder_config=DiaDecoderConfig(**decoder, **special, vocab_size=codes + 4),
+        initializer_range=decoder.get("initializer_range", 0.02),
+    )
+    model = DiaForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(**generation, **special)
+    model.save_pretrained(folder)
+    sound = audio_tokenizer.config
+    extractor = DiaFeatureExtractor(sampling_rate=sound.sampling_rate, hop_length=sound.hop_length)
+    DiaProcessor(extractor, DiaTokenizer(), audio_tokenizer).save_pretrained(folder)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # data/
 
+from demos.dia import save_dia
 from demos.voices import WORDS, sentences, speak
 from lib.errors import UserError, command_parser, run
 from lib.store import hash_file, refuse_existing, write_json, write_jsonl
@@ -44,6 +45,28 @@ AGAIN = {  # voices, sentences, how often each text is said, and whether with ot
 }
 ONCE = {"base-eval": ("awb", "rms"), "eval": ("slt",)}
 ORIGINALS = (0, 5, 11, 16, 22, 27, 33, 39)  # recordings that come with the new voice: those of the demo's 8 samples
+ENCODER = {  # with the decoder 3.5 M weights
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "max_position_embeddings": 128,
+}
+DECODER = {
+    "num_hidden_layers": 4,
+    "hidden_size": 192,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "cross_num_attention_heads": 6,
+    "cross_num_key_value_heads": 6,
+    "cross_head_dim": 32,
+    "cross_hidden_size": 128,
+    "intermediate_size": 512,
+    "max_position_embeddings": 512,
+}
 TRAINING = (
     "--precision fp32 --ema 0.998 --micro-tokens 1200 --channel-weights first4x --text-dropout 0.1 --seed 0"
     " --eval-every 300 --save-every 300 --keep 3 --samples 0"
@@ -156,7 +179,10 @@ def speak_once(voice: str, text: str, file: Path, stretch: float, silence: int, 
 def train_dia(work: Path, codec: Path) -> None:
     tokens = work / "tokens"
     if not (work / "dia-random").exists():
-        save_random_dia(work / "dia-random", codec)
+        draft = work / "dia-random.tmp"
+        shutil.rmtree(draft, ignore_errors=True)
+        save_dia(draft, codec, codec, ENCODER, DECODER, {"do_sample": False, "max_length": 512}, seed=0)
+        draft.rename(work / "dia-random")
     first, second = ["--data", tokens / "base-train"], ["--data", tokens / "many-train"]
     second += ["--rehearsal", f"{tokens / 'base-train'}:0.4"]
     for folder, model, words in (
@@ -166,60 +192,6 @@ def train_dia(work: Path, codec: Path) -> None:
         if not (folder / "export" / "model.safetensors").exists():
             words = ["--model", model, *words, "--eval-data", tokens / "base-eval", "--out", folder, *TRAINING]
             call([DATA.parent / "launch.sh", "dia_full", "--ranks", "1", *words])
-
-
-def save_random_dia(folder: Path, codec: Path) -> None:
-    """A Dia of 3.5 M weights with the delays of the real one, and a vocabulary as large as the codec's codebooks."""
-    import torch
-    from transformers import (
-        DacModel,
-        DiaConfig,
-        DiaFeatureExtractor,
-        DiaForConditionalGeneration,
-        DiaProcessor,
-        DiaTokenizer,
-        GenerationConfig,
-    )
-    from transformers.models.dia.configuration_dia import DiaDecoderConfig, DiaEncoderConfig
-
-    tokenizer = DacModel.from_pretrained(codec)
-    codes = tokenizer.config.codebook_size
-    special = {"eos_token_id": codes, "pad_token_id": codes + 1, "bos_token_id": codes + 2}
-    encoder = DiaEncoderConfig(
-        num_hidden_layers=2,
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        intermediate_size=384,
-        max_position_embeddings=128,
-    )
-    decoder = DiaDecoderConfig(
-        num_hidden_layers=4,
-        hidden_size=192,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=32,
-        cross_num_attention_heads=6,
-        cross_num_key_value_heads=6,
-        cross_head_dim=32,
-        cross_hidden_size=128,
-        intermediate_size=512,
-        vocab_size=codes + 4,
-        max_position_embeddings=512,
-        **special,
-    )
-    torch.manual_seed(0)
-    model = DiaForConditionalGeneration(DiaConfig(encoder_config=encoder, decoder_config=decoder))
-    model.generation_config = GenerationConfig(do_sample=False, max_length=512, **special)
-    draft = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    model.save_pretrained(draft)
-    extractor = DiaFeatureExtractor(
-        sampling_rate=tokenizer.config.sampling_rate, hop_length=tokenizer.config.hop_length
-    )
-    DiaProcessor(extractor, DiaTokenizer(), tokenizer).save_pretrained(draft)
-    draft.rename(folder)
 
 
 # ---- the assets ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import faulthandler
+import logging
 import os
 import re
 import resource
@@ -29,6 +30,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
 # the first bf16 product. ONEDNN_MAX_CPU_ISA=DEFAULT brings it back. oneDNN reads this at its first operation.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+# On CPUs with bf16 instructions bitsandbytes warns that a package for generating from 4-bit weights is missing.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _bar = None  # the progress bar on the terminal; see print_above
 

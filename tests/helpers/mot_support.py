@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from common.contracts import LossOutput
 from common.loss import IGNORE
+from helpers import support
 from llama_mot import compute_loss
 from models.mot.build import Donor, build_mot, choose_parts, expert_of, load_llama
 from models.mot.data import pad, places
@@ -53,6 +54,7 @@ def quantised_llama(demo, bits: str):
 
     options = {}
     if bits == "4bit":
+        support.keep_4bit_weights_as_they_are()
         how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **how)
     elif bits == "8bit":

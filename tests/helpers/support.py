@@ -19,6 +19,14 @@ TINY_DIA = ["--model", str(DIA / "dia"), "--data", str(DIA / "tokens/train"), "-
 CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 
 
+def keep_4bit_weights_as_they_are() -> None:
+    """For plain loading: on CPUs with bf16 instructions bitsandbytes repacks 4-bit weights in the first evaluation,
+    which fails for the narrow layers of the tests. The recipes switch it off too."""
+    import bitsandbytes.nn.modules as modules
+
+    modules.has_avx512bf16 = lambda: False
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -230,6 +230,7 @@ def test_adapter_of_a_4bit_base_reloads(runs, demo):
     from peft import PeftModel
     from transformers import BitsAndBytesConfig
 
+    support.keep_4bit_weights_as_they_are()
     quantized = load_dia(
         str(demo / "dia"),
         torch.float32,

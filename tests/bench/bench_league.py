@@ -27,7 +27,7 @@ from common.speech_metrics import pesq_wb, si_sdr, stoi  # noqa: E402
 RATE = 16000
 SHARED = "--ranks 1 --precision fp32 --schedule cosine --warmup 50 --ema 0.99 --save-every 250 --samples 0"
 TRAINING = {
-    "cmgan": f"{SHARED} --channels 16 --disc-channels 8 --seconds 1 --micro-batch 2 --lr 1e-3"
+    "cmgan": f"{SHARED} --channels 8 --disc-channels 8 --seconds 1 --micro-batch 2 --lr 1e-3"
     " --no-gradient-checkpointing --pesq-workers 1 --probe 24 --eval-every 250",
     # Its evaluation streams, frame by frame.
     "diffusion_buffer": f"{SHARED} --width 16 --frames 64 --buffer 20 --micro-batch 4 --lr 1e-3 --best-by pesq"
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="folder for mixtures, runs and enhanced files")
-    parser.add_argument("--steps", type=int, nargs=2, default=[1500, 1500], help="of both trainings; 0: leave it out")
+    parser.add_argument("--steps", type=int, nargs=2, default=[1200, 1500], help="of both trainings; 0: leave it out")
     parser.add_argument("--test", nargs="+", default=["p232_003", "p232_019", "p232_024", "p232_170"])
     parser.add_argument("--judge", nargs="+", default=["p232_014", "p232_052"])
     args = parser.parse_args()

@@ -42,15 +42,19 @@ class Config(DiaFlags):
 
 
 DEMO = {
-    "lr": 3e-3,
-    "steps": 150,
-    "warmup": 20.0,
-    "micro_tokens": 600,
+    "lr": 1e-3,
+    "steps": 240,
+    "warmup": 10.0,
+    "micro_tokens": 800,
     "precision": "fp32",
-    "text_dropout": 0.1,
-    "save_every": 50,
-    "eval_every": 50,
-    "sample_greedy": True,  # memorised clips are said as they are
+    "ema": 0.98,
+    "text_dropout": 0.0,  # nothing is spoken with guidance
+    "channel_weights": "first4x",
+    "eos_weight": 4.0,
+    "save_every": 120,
+    "eval_every": 120,
+    "samples": 8,
+    "sample_greedy": True,
 }
 
 if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost

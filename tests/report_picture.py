@@ -1,7 +1,7 @@
 """A picture of a run's report, for README.md: the top of the page, down to the first sample.
 
-    ./launch.sh cmgan --steps 60 --eval-every 10 --sample-every 20 --samples 2 --out runs/cmgan-demo
-    python tests/report_picture.py runs/cmgan-demo docs/report.png
+    ./launch.sh demo --out runs/demo
+    python tests/report_picture.py runs/demo docs/report.png
 
 It needs a browser: ./launch.sh setup --with-browser.
 """

@@ -16,7 +16,7 @@ MEASURES = {
     "accuracy": Measure("code accuracy", "high", "%", "codes whose most likely value is right"),
     "accuracy_first": Measure("first codebook accuracy", "high", "%"),
     "text_gap": Measure("text gap", "high", note="increase in loss with the wrong text; near 0, the text is ignored"),
-    "text_gap_onsets": Measure("text gap at onsets", "high", note="increase in loss with the wrong text, where sounds begin"),
+    "text_gap_onsets": Measure("text gap at onsets", "high", note="the text gap of the codes where sounds begin"),
     "gap": Measure("voice gap", "high", note="increase in loss with another voice; near 0, the reference is ignored"),
     "eos_loss": Measure("end token loss", "low"),
     "end_loss": Measure("end token loss", "low"),

@@ -79,8 +79,8 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
 
 def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tmp_path):
     """Each stops all ranks at the same step with a checkpoint of it, code 75 and no process left; the next start goes
-    on from there. DeepSpeed's own runner and launcher (of the command `deepspeed`) die of most of them without a word to
-    the ranks, and have codes of their own."""
+    on from there. DeepSpeed's own runner and launcher (of the command `deepspeed`) die of most of them without a word
+    to the ranks, and have codes of their own."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     words = "--steps 260 --save-every 40 --eval-every 130".split()  # far more than are trained before the last signal
     codes, outputs = support.run_recipe(*job(whole), *words)

@@ -135,8 +135,8 @@ visible_gpus() {
         return
     fi
     for device in ${CUDA_VISIBLE_DEVICES//,/ }; do
-        [[ $device != MIG-* ]] || fail "CUDA_VISIBLE_DEVICES=$device: DeepSpeed's launcher cannot start ranks on a part of" \
-            "a GPU; start a single rank with python finetune/RECIPE.py instead."
+        [[ $device != MIG-* ]] || fail "CUDA_VISIBLE_DEVICES=$device: launch.sh cannot count the parts of a GPU; start a" \
+            "single rank with python finetune/RECIPE.py instead."
         if [[ $device =~ ^[0-9]+$ ]]; then
             ((device < ${#all[@]})) || return 0
             echo "$device"
@@ -161,45 +161,26 @@ count_gpus() {
     fi
 }
 
-# Process ids of the ranks in a session, even if DeepSpeed's runner and launcher are gone; without the workers that
-# the ranks forked, whose command line is the same.
-rank_pids() {
-    local pid all
-    all=$(pgrep -s "$1" -f -- '\.py --local_rank=[0-9]+') || return 0
-    for pid in $all; do
-        grep -qx "$(ps -o ppid= -p "$pid" | tr -d ' ')" <<<"$all" || echo "$pid"
-    done
-}
-
-# Stops a job, given the process id of its runner. SIGTERM would kill only the runner itself, and SIGUSR1 to DeepSpeed's
-# launcher would orphan the ranks, so the ranks are signalled: they save and exit together.
+# Asks the ranks to save and exit together. One that is still starting just ends.
 ask_to_stop() {
-    local ranks
     stop_asked=1
-    [[ -n $1 ]] || return 0 # not started yet: run_recipe checks stop_asked
-    ranks=$(rank_pids "$1")
-    if [[ -n $ranks ]]; then
-        # shellcheck disable=SC2086  # one word per process id
-        kill -TERM $ranks 2>/dev/null || true
-    else
-        kill -TERM "$1" 2>/dev/null || true # right after its start it is not yet in a session of its own
-        end_session "$1"
-    fi
+    ((${#rank_pids[@]})) || return 0 # not started yet: run_recipe checks stop_asked
+    kill -TERM "${rank_pids[@]}" 2>/dev/null || true
     echo "asking the ranks to save and stop" >&2 || true # the terminal may be closed
 }
 
-# Ends all that is left of a job, which runs in a session of its own.
+# Ends all that is left of a rank, which runs in a session of its own, after 30 s by force.
 end_session() {
     pkill -TERM -s "$1" 2>/dev/null || return 0
-    for _ in $(seq 50); do
+    for _ in $(seq 300); do
         pgrep -s "$1" >/dev/null || return 0
         sleep 0.1
     done
     pkill -KILL -s "$1" 2>/dev/null || true
 }
 
-# Prints the exit code of a job whose last process exited with CODE. DeepSpeed's runner may exit with 0 although its
-# ranks were killed, so only what rank 0 reported in AUDIO_FINETUNE_OUTCOME counts; without that the job failed.
+# Prints the exit code of a job of which a process exited with CODE. What rank 0 reported in AUDIO_FINETUNE_OUTCOME
+# counts; without that the job failed.
 final_code() {
     local code=$1
     if [[ -s $AUDIO_FINETUNE_OUTCOME ]]; then cat "$AUDIO_FINETUNE_OUTCOME"; else echo "$((code ? code : 1))"; fi
@@ -207,7 +188,7 @@ final_code() {
 }
 
 run_recipe() {
-    local recipe=$1 ranks="" arguments=() placement=() gpus runner="" code=0
+    local recipe=$1 ranks="" arguments=() gpus rank pid alive code=0
     shift
     while (($#)); do
         case $1 in
@@ -220,13 +201,11 @@ run_recipe() {
     gpus=$(count_gpus)
     if ((gpus == 0)); then
         export DS_ACCELERATOR=cpu
-        placement=(--num_accelerators "${ranks:-2}")
     elif ((${ranks:-1} > gpus)); then
         fail "--ranks $ranks: only $gpus GPUs are visible, and each rank needs its own."
     elif [[ -z ${SLURM_JOB_ID:-} ]]; then
-        # By number: DeepSpeed knows no UUIDs, and given a count it ignores CUDA_VISIBLE_DEVICES.
-        placement=(--include "localhost:$(visible_gpus | sed -n "1,${ranks:-$gpus}p" | paste -sd,)")
-        unset CUDA_VISIBLE_DEVICES
+        CUDA_VISIBLE_DEVICES=$(visible_gpus | sed -n "1,${ranks:-$gpus}p" | paste -sd,)
+        export CUDA_VISIBLE_DEVICES
     fi
     export PATH="$venv/bin:$PATH" PYTHONUNBUFFERED=1 PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
     AUDIO_FINETUNE_OUTCOME=$(mktemp -d)/outcome # under SLURM on the first node, where rank 0 is
@@ -236,25 +215,33 @@ run_recipe() {
         return
     fi
 
-    stop_asked=""
-    trap 'ask_to_stop "$runner"' TERM INT USR1 HUP
-    # bash makes background commands ignore SIGINT; env undoes that.
-    env --default-signal=INT setsid "$venv/bin/deepspeed" --quiet "${placement[@]}" \
-        "$root/finetune/$recipe.py" "${arguments[@]}" &
-    runner=$!
-    if [[ -n $stop_asked ]]; then ask_to_stop "$runner"; fi
-    wait "$runner" || code=$?
-    while kill -0 "$runner" 2>/dev/null; do # a trapped signal ends `wait`, not the job
-        code=0
-        wait "$runner" || code=$?
+    # As DeepSpeed's launcher would; but that one and its runner import all of torch and DeepSpeed before they start
+    # anything, one after the other.
+    : "${ranks:=$((gpus ? gpus : 2))}"
+    stop_asked="" rank_pids=()
+    trap ask_to_stop TERM INT USR1 HUP
+    for ((rank = 0; rank < ranks; rank++)); do
+        # bash makes background commands ignore SIGINT; env undoes that.
+        RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$ranks LOCAL_SIZE=$ranks env --default-signal=INT setsid \
+            "$venv/bin/python" "$root/finetune/$recipe.py" "--local_rank=$rank" "${arguments[@]}" &
+        rank_pids+=("$!")
     done
-    # A signal can end the runner or the launcher but not the ranks: they notice, save and exit on their own.
-    for _ in $(seq 6000); do
-        [[ -n $(rank_pids "$runner") ]] || break
-        sleep 0.1
+    if [[ -n $stop_asked ]]; then ask_to_stop; fi
+    alive=("${rank_pids[@]}")
+    while ((${#alive[@]})); do
+        sleep 0.5
+        for rank in "${!alive[@]}"; do
+            pid=${alive[rank]}
+            kill -0 "$pid" 2>/dev/null && continue
+            unset "alive[rank]"
+            wait "$pid" || code=$?
+        done
+        # The others would wait for a rank that failed. Those that were stopped save together, however long it takes.
+        if ((code != 0 && code != 75)); then break; fi
     done
     trap - TERM INT USR1 HUP
-    end_session "$runner"
+    for pid in "${rank_pids[@]}"; do end_session "$pid" & done
+    wait
 
     return "$(final_code "$code")"
 }

@@ -356,8 +356,9 @@ def train(config: Config, process: Process, ds: dict):
         gradient_check.before_step(ds_engine)
         lr = optim.learning_rate(step, steps, config)
         optim.set_learning_rate(ds_engine, lr)
-        meter.add_norms(engine.squared_norms(ds_engine, norm_groups, process.world))
-        applied, grad_norm = engine.take_step(ds_engine, run.max_norm())
+        squares = engine.squared_norms(ds_engine, norm_groups, process.world)
+        meter.add_norms(squares)
+        applied, grad_norm = engine.take_step(ds_engine, run.max_norm(), squares)
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 

@@ -256,7 +256,7 @@ def test_a_signal_before_training_leaves_nothing_behind(tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    time.sleep(2)  # DeepSpeed's runner is still importing: no rank has started
+    time.sleep(2)  # the ranks are still importing
     started.terminate()
     output, _ = started.communicate(timeout=300)
     assert started.returncode != 0, output

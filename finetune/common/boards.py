@@ -39,13 +39,15 @@ class Boards:
 
 
 def _open_tensorboard(folder: Path, start: int, config: dict):
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
 
     def log(numbers: dict, step: int) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
+        # All values in one record: add_scalar would write a record for each.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        writer.file_writer.add_summary(Summary(value=values), step)
 
     return log, writer.close
 

@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from common.config import UserError
@@ -97,10 +98,11 @@ def backward(engine, loss_sum: torch.Tensor, step_weight: float, world: int) -> 
     engine.backward(loss, scale_wrt_gas=False)
 
 
-def take_step(engine, max_norm: float = math.inf) -> tuple[bool, float]:
+def take_step(engine, max_norm: float = math.inf, squares: dict[str, torch.Tensor] | None = None) -> tuple[bool, float]:
     """The optimizer step: whether it was applied, and the gradient norm before clipping.
 
     It is applied on every rank or on none: gradients must be finite, and their norm no larger than `max_norm`.
+    `squares`: what `squared_norms` returned for these gradients, if it was called.
     """
     if engine.zero_optimization_stage() == 0:
         # Stage 0 has no overflow check. Gradients are already averaged, so all ranks see the same norm.
@@ -114,7 +116,7 @@ def take_step(engine, max_norm: float = math.inf) -> tuple[bool, float]:
         engine.global_steps += 1
         return False, norm
     spikes = []
-    with _refusing(engine.optimizer, max_norm, spikes):
+    with _own_norm(engine.optimizer, max_norm, squares, spikes):
         engine.step()
     applied = engine.was_step_applied()
     norm = engine.get_global_grad_norm() if applied else next(iter(spikes), None)
@@ -122,17 +124,25 @@ def take_step(engine, max_norm: float = math.inf) -> tuple[bool, float]:
 
 
 @contextmanager
-def _refusing(optimizer, max_norm: float, norms: list):
+def _own_norm(optimizer, max_norm: float, squares: dict[str, torch.Tensor] | None, norms: list):
     """Inside, a ZeRO optimizer takes a gradient norm above `max_norm` for an overflow and skips the step. The norms
-    that it computed are left in `norms`."""
-    if max_norm == math.inf:
+    are left in `norms`. With `squares` it does not compute them itself, for which it copies all gradients to fp64."""
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        squares = None  # they are on the host, where NCCL cannot sum them
+    if max_norm == math.inf and not squares:
         yield
         return
     name = "scaled_global_norm" if hasattr(optimizer, "scaled_global_norm") else "_get_norm_groups"  # ZeRO 1 and 2, 3
     compute = getattr(optimizer, name)
 
+    def from_squares():
+        total = torch.stack(list(squares.values())).sum()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return [total.sqrt()] if name == "_get_norm_groups" else total.sqrt()
+
     def guarded():
-        result = compute()
+        result = from_squares() if squares else compute()
         parts = result if isinstance(result, list) else [result]  # one norm per group in ZeRO-3
         stacked = torch.stack([torch.as_tensor(part, dtype=torch.float32) for part in parts])
         # DeepSpeed reports a norm that is not finite as -1. All on the device: nothing waits for it here.

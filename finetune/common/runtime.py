@@ -78,7 +78,7 @@ def _print(text: str, stream) -> None:
 def redact(text: str) -> str:
     """The text without the values of this process's secrets, such as HF_TOKEN or WANDB_API_KEY."""
     for name, value in os.environ.items():
-        if re.search(r"TOKEN|API_?KEY|ACCESS_KEY|SECRET|PASSWORD", name) and len(value) >= 8:
+        if value in text and len(value) >= 8 and re.search(r"TOKEN|API_?KEY|ACCESS_KEY|SECRET|PASSWORD", name):
             text = text.replace(value, f"<{name}>")
     return text
 
@@ -86,15 +86,18 @@ def redact(text: str) -> str:
 # ---- signals ---------------------------------------------------------------------------------------------------
 
 _stop_wanted = False  # not a threading.Event: its lock would deadlock when a signal interrupts a handler
-_launchers = []  # DeepSpeed's launcher and runner, and launch.sh, when they started this process
+_launchers = []  # launch.sh, or DeepSpeed's launcher and runner, when they started this process
 
 
 def catch_signals() -> None:
     """SIGTERM, SIGUSR1 and SIGINT request a stop; the loop saves at the next step, on all ranks alike."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: request_stop())
-    if b"deepspeed.launcher.launch" in _proc(os.getppid(), "cmdline"):
-        _launchers[:] = _ancestors(3 if "AUDIO_FINETUNE_OUTCOME" in os.environ else 2)
+    parent = _proc(os.getppid(), "cmdline")
+    if b"deepspeed.launcher.launch" in parent:
+        _launchers[:] = _ancestors(2)
+    elif b"launch.sh" in parent:
+        _launchers[:] = _ancestors(1)
 
 
 def request_stop() -> None:

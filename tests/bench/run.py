@@ -24,6 +24,9 @@ BENCHMARKS = {
     "reader": ["bench_data_reader.py"],
     "checkpoint": ["bench_checkpoint.py", "--millions", "20"],
     "loss": ["bench_loss.py"],
+    "step": ["bench_step.py"],
+    "step_large": ["bench_step.py", "--size", "large"],
+    "first_step": ["bench_first_step.py"],
 }
 
 

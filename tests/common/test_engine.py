@@ -61,6 +61,10 @@ def build(tmp_path, stage, config=CONFIG):
     return start_engine(net, loss_fn, optimizer, ds)
 
 
+def squares_of(engine, known):
+    return squared_norms(engine, {"biases": "bias"}, world=1) if known else None
+
+
 def engine_step(engine, step):
     """Two micro-batches of unequal size, normalised by the whole step."""
     backward(engine, engine(batch(2 * step, 3)).loss_sum, 10.0, 1)
@@ -68,8 +72,9 @@ def engine_step(engine, step):
     backward(engine, engine(batch(2 * step + 1, 7)).loss_sum, 10.0, 1)
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_steps_equal_a_plain_loop_over_the_whole_batch(tmp_path, stage):
+def test_steps_equal_a_plain_loop_over_the_whole_batch(tmp_path, stage, known):
     engine = build(tmp_path, stage)
     net = network()
     decay = [{"params": [p for n, p in net.named_parameters() if ("bias" in n) == b], "weight_decay": d}
@@ -87,7 +92,7 @@ def test_steps_equal_a_plain_loop_over_the_whole_batch(tmp_path, stage):
         set_learning_rate(engine, lr)
         for group in plain.param_groups:
             group["lr"] = lr
-        applied, norm = take_step(engine)
+        applied, norm = take_step(engine, squares=squares_of(engine, known))
         assert applied and norm == pytest.approx(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)), rel=1e-5)
         plain.step()
     for name, weight in full_weights(engine).items():
@@ -111,9 +116,10 @@ def test_norms_per_group_are_those_of_a_plain_loop(tmp_path, stage):
     assert applied and sum(map(float, squares.values())) == pytest.approx(norm**2, rel=1e-5)
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value):
+def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value, known):
     engine = build(tmp_path, stage)
     engine_step(engine, 0)
     take_step(engine)
@@ -123,15 +129,16 @@ def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value):
     x, y = batch(6, 7)
     y[0, 0] = value
     backward(engine, engine((x, y)).loss_sum, 10.0, 1)
-    assert take_step(engine)[0] is False
+    assert take_step(engine, squares=squares_of(engine, known))[0] is False
     assert all(torch.equal(w, before[name]) for name, w in full_weights(engine).items())
     engine_step(engine, 1)
     assert take_step(engine)[0] is True
     assert all(w.isfinite().all() and not torch.equal(w, before[name]) for name, w in full_weights(engine).items())
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_over_the_norm_is_skipped_whole_and_tells_its_norm(tmp_path, stage):
+def test_a_step_over_the_norm_is_skipped_whole_and_tells_its_norm(tmp_path, stage, known):
     net = network()
     ((net(batch(0, 3)[0]) - batch(0, 3)[1]).square().sum() / 10).backward()
     ((net(batch(1, 7)[0]) - batch(1, 7)[1]).square().sum() / 10).backward()
@@ -139,10 +146,10 @@ def test_a_step_over_the_norm_is_skipped_whole_and_tells_its_norm(tmp_path, stag
     engine = build(tmp_path, stage)
     before = full_weights(engine)
     engine_step(engine, 0)
-    assert take_step(engine, 0.99 * norm.expected) == (False, norm)
+    assert take_step(engine, 0.99 * norm.expected, squares_of(engine, known)) == (False, norm)
     assert all(torch.equal(w, before[name]) for name, w in full_weights(engine).items())
     engine_step(engine, 0)
-    assert take_step(engine, 1.01 * norm.expected) == (True, norm)
+    assert take_step(engine, 1.01 * norm.expected, squares_of(engine, known)) == (True, norm)
     assert all(not torch.equal(w, before[name]) for name, w in full_weights(engine).items())
     x, y = batch(6, 7)
     y[0, 0] = float("nan")
@@ -150,7 +157,7 @@ def test_a_step_over_the_norm_is_skipped_whole_and_tells_its_norm(tmp_path, stag
         backward(engine, engine((x, y)).loss_sum, 10.0, 1)
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
-    applied, norm = take_step(engine, 100.0)
+    applied, norm = take_step(engine, 100.0, squares_of(engine, known))
     assert not applied and not math.isfinite(norm), "what is not finite is no spike"
 
 

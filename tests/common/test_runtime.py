@@ -131,7 +131,9 @@ def test_only_secrets_are_replaced(monkeypatch):
 
 ORPHAN = """
 import os, subprocess, sys, time
-if sys.argv[1] == "runner":
+if sys.argv[1] == "shell":  # launch.sh starts the ranks itself
+    subprocess.Popen([sys.executable, __file__, "rank"]).wait()
+elif sys.argv[1] == "runner":
     launcher = subprocess.Popen([sys.executable, __file__, "launcher", "deepspeed.launcher.launch"])
     print(launcher.pid, flush=True)
     launcher.wait()
@@ -159,6 +161,17 @@ def test_a_rank_notices_that_its_launcher_or_runner_is_gone(tmp_path, victim, nu
     os.kill(runner.pid if victim == "runner" else launcher, number)
     assert runner.stdout.readline() == "noticed\n"
     runner.wait()
+
+
+def test_a_rank_notices_that_launch_sh_is_gone(tmp_path):
+    script = tmp_path / "family.py"
+    script.write_text(ORPHAN)
+    env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    shell = subprocess.Popen([sys.executable, script, "shell", "launch.sh"], env=env, stdout=subprocess.PIPE, text=True)
+    assert shell.stdout.readline() == "not yet\n"
+    shell.kill()
+    assert shell.stdout.readline() == "noticed\n"
+    shell.wait()
 
 
 def test_a_process_without_a_sign_of_life_prints_its_stack_and_ends(tmp_path):

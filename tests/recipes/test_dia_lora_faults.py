@@ -38,10 +38,11 @@ def whole(demo, tmp_path_factory):
     return run
 
 
-def deepspeed(run) -> subprocess.Popen:
+def deepspeed(words) -> subprocess.Popen:
     return subprocess.Popen(
-        ["deepspeed", "--num_accelerators", "2", "--master_port", support.free_port()]
-        + [str(support.ROOT / "finetune" / "dia_lora.py"), *job(run)],
+        # Started in the background, a shell ignores SIGINT and so would everything below it.
+        ["env", "--default-signal=INT", "deepspeed", "--num_accelerators", "2", "--master_port", support.free_port()]
+        + [str(support.ROOT / "finetune" / "dia_lora.py"), *words],
         env=support.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -51,7 +52,6 @@ def deepspeed(run) -> subprocess.Popen:
 
 def launch_sh(words) -> subprocess.Popen:
     return subprocess.Popen(
-        # Started in the background, a shell ignores SIGINT and so would everything below it.
         ["env", "--default-signal=INT", support.ROOT / "launch.sh", "dia_lora", *words],
         env=support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON)))),
         stdout=subprocess.PIPE,
@@ -63,7 +63,7 @@ def launch_sh(words) -> subprocess.Popen:
 @pytest.mark.quick
 def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
     run = tmp_path / "run"
-    started = deepspeed(run)
+    started = deepspeed(job(run))
     support.wait_for_step(run, 14)
     faults.wait_for_checkpoint(run, 10)
     os.kill(faults.job_processes(run)["rank 1"], signal.SIGKILL)
@@ -79,7 +79,8 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
 
 def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tmp_path):
     """Each stops all ranks at the same step with a checkpoint of it, code 75 and no process left; the next start goes
-    on from there. DeepSpeed's own runner and launcher die of most of them without a word to the ranks."""
+    on from there. DeepSpeed's own runner and launcher (of the command `deepspeed`) die of most of them without a word
+    to the ranks, and have codes of their own."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     words = "--steps 260 --save-every 40 --eval-every 130".split()  # far more than are trained before the last signal
     codes, outputs = support.run_recipe(*job(whole), *words)
@@ -89,7 +90,8 @@ def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tm
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             if target == "rank 0" and number != signal.SIGINT:
                 continue  # as rank 1
-            started = launch_sh([*job(run), *words])
+            by_deepspeed = target in ("runner", "launcher")
+            started = (deepspeed if by_deepspeed else launch_sh)([*job(run), *words])
             support.wait_for_step(run, stopped + 1)
             pid = {"launch.sh": started.pid, **faults.job_processes(run)}[target]
             os.kill(pid, number)
@@ -97,7 +99,7 @@ def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tm
                 time.sleep(0.1)
                 os.kill(pid, number)  # an impatient user
             output, _ = started.communicate(timeout=300)
-            assert started.returncode == 75, f"{target} {number!r}:\n{output[-3000:]}"
+            assert by_deepspeed or started.returncode == 75, f"{target} {number!r}:\n{output[-3000:]}"
             faults.assert_no_orphans(run)
             last = support.metrics(run)[-1]
             assert last["event"] == "preempted" and last["step"] > stopped, f"{target} {number!r}: {last}"

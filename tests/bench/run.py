@@ -24,6 +24,10 @@ BENCHMARKS = {
     "reader": ["bench_data_reader.py"],
     "checkpoint": ["bench_checkpoint.py", "--millions", "20"],
     "loss": ["bench_loss.py"],
+    "recompute": ["bench_recompute.py"],
+    "batches": ["bench_batches.py"],
+    "size": ["bench_dia_size.py", "--size", "small", *(f"--case={case}" for case in ("lora", "zero3", "full"))],
+    "encode": ["bench_data_encode.py", "--full"],
 }
 
 

@@ -1,14 +1,17 @@
-"""How long a checkpoint keeps the training waiting: written at once, and from a copy in the background.
+"""How long a checkpoint keeps the training waiting: written at once, and from a copy in the background (P15); and
+what checkpoints cost a run of the Dia LoRA demo at the default --save-every (P16).
 
     python tests/bench/bench_checkpoint.py [--millions 60] [--rounds 5]
 
-One rank, ZeRO-2, fp32 masters and moments of a plain network. Both ways take turns in one process. Stall: the time
-until the training may go on. Until listed: the time until the checkpoint could be loaded.
+P15: one rank, ZeRO-2, fp32 masters and moments of a plain network. Both ways take turns in one process. Stall: the time
+until the training may go on. Until listed: the time until the checkpoint could be loaded. P16: two ranks; the cost of a
+checkpoint is the stall that the run logs, and what the next steps take longer than others while it is written.
 """
 
 import argparse
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -16,7 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune")]
+from common.config import RunConfig  # noqa: E402
 from helpers import support  # noqa: E402
+from helpers.bench_rows import Row, report  # noqa: E402
 
 os.environ |= support.CPU
 
@@ -29,7 +34,6 @@ def main() -> None:
     import torch
 
     from common import checkpoint, engine, optim
-    from common.config import RunConfig
     from common.contracts import LossOutput
     from common.ds_config import resolve_ds
     from common.runtime import init_process
@@ -68,9 +72,40 @@ def main() -> None:
     shutil.rmtree(scratch)
     print(f"checkpoint of {size / 1e6:.0f} MB; an undisturbed step takes {quiet:.3f} s\n")
     print(f"{'written':18} {'stall s':>8} {'until listed s':>15} {'a step meanwhile s':>19}")
+    stalls = {}
     for name, row in rows.items():
-        stall, listed, beside = (sorted(column)[len(column) // 2] for column in zip(*row, strict=True))
-        print(f"{name:18} {stall:8.3f} {listed:15.3f} {beside:19.3f}")
+        stalls[name], listed, beside = (statistics.median(column) for column in zip(*row, strict=True))
+        print(f"{name:18} {stalls[name]:8.3f} {listed:15.3f} {beside:19.3f}")
+    plain, ours = stalls.values()
+    what = f"training waits for a checkpoint of {size / 1e6:.0f} MB"
+    report(Row("P15", what, f"{ours:.3f} s", plain / ours, ">= 5", f"{plain:.3f} s (written at once)"))
+    report_cost()
+
+
+def report_cost(every: int = 12, saves: int = 5) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        words = ["--steps", every * saves + every // 2, "--save-every", every, "--eval-every", 0, "--samples", 0]
+        words += ["--no-export", "--out", run]
+        codes, outputs = support.finish(support.start_ranks(ROOT / "finetune" / "dia_lora.py", words))
+        assert codes == [0, 0], outputs[0][-2000:]
+        seconds = {record["step"]: record["step_s"] for record in support.step_records(run)}
+        stalls = [event["stall_s"] for event in support.metrics(run) if event.get("event") == "checkpoint"]
+    step = statistics.median(seconds.values())
+    after = [sum(seconds[save + n] - step for n in range(1, 4)) for save in range(every, every * saves + 1, every)]
+    cost = statistics.median(stalls) + max(0.0, statistics.median(after))
+    every = RunConfig().save_every
+    ours, run = f"{1e3 * cost:.0f} ms per checkpoint", f"{every} steps of {1e3 * step:.0f} ms"
+    report(
+        Row(
+            "P16",
+            "checkpoints at the default --save-every, share of the time",
+            ours,
+            cost / (every * step),
+            "<= 0.01",
+            run,
+        )
+    )
 
 
 if __name__ == "__main__":

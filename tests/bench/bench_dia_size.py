@@ -5,6 +5,8 @@
     python tests/bench/bench_dia_size.py --size real --case full   the same, all weights
     python tests/bench/bench_dia_size.py --size small --case full --case full_zero2   a test runs the first
 
+Rows: P20 for every case, P14 for the case lora.
+
 The clips are 4 frames long: a CPU without bf16 instructions computes the backward pass at 0.6 GFLOP/s per core.
 Needs up to 27 GB of memory and 4 GB of disk in --scratch.
 """
@@ -22,6 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune"), str(ROOT / "data")]
 from helpers import support  # noqa: E402
+from helpers.bench_rows import Row, report  # noqa: E402
 
 # Encoder and decoder layers, width. About 66 M, 350 M and 1.6 G weights.
 SIZES = {"small": (2, 2, 1 / 2), "large": (6, 6, 3 / 4), "real": (12, 18, 1)}
@@ -92,9 +95,16 @@ def main() -> None:
             f"{case:14} {world:5} {predicted:10.2f} {measured:9.2f} {measured / predicted:6.2f}   {seconds:>30}",
             flush=True,
         )
-        for line in outputs[0].splitlines():
-            if line.startswith("parameters"):
-                print(f"  {line}")
+        facts = next(line for line in outputs[0].splitlines() if line.startswith("parameters"))
+        print(f"  {facts}")
+        gb = f"{measured:.2f} GB", f"{predicted:.2f} GB predicted"
+        off = max(measured / predicted, predicted / measured)
+        report(Row("P20", f"memory of Dia, {args.size}, {case}", gb[0], off, "<= 1.1", limit=gb[1]))
+        if case == "lora":
+            trained = int(re.search(r"trained ([\d,]+)", facts)[1].replace(",", ""))
+            size = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/**/*") if file.is_file())
+            mb = f"{size / 1e6:.1f} MB", f"{16 * trained / 1e6:.1f} MB (16 bytes per trained weight)"
+            report(Row("P14", "LoRA checkpoint", mb[0], size / (16 * trained), "<= 1.3", limit=mb[1]))
     shutil.rmtree(args.scratch / "run", ignore_errors=True)
 
 

@@ -1,19 +1,23 @@
-"""Memory and time of the codebook loss against full logits (performance.md P10), interleaved in one process.
+"""Memory and time of the codebook loss against full logits (P10), interleaved in one process.
 
     python tests/bench/bench_loss.py
 
-Dia's real head: 9 codebooks x 1028 ids over 2048 wide states, 4 clips of 860 frames. Peak memory is read from the
-kernel's high-water mark of a fresh process a side, so that neither hides in what the other has freed.
+Dia's real head: 9 codebooks x 1028 ids over 2048 wide states, 4 clips of 860 frames. Peak memory is the
+kernel's high-water mark of a fresh process per side.
 """
 
 import argparse
+import functools
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "finetune"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune")]
+from helpers.bench_rows import Row, report  # noqa: E402
 
 N, C, V, D = 4 * 860, 9, 1028, 2048
 
@@ -57,33 +61,42 @@ def peak_mb(work) -> float:
     return status("VmHWM") - before
 
 
+def cpu_p10(sides: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Best-decile processor time of each side in seconds; they take turns."""
+    times = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, work in sides.items():
+            began = time.process_time()
+            work()
+            times[name].append(time.process_time() - began)
+    return {name: statistics.quantiles(spent, n=10, method="inclusive")[0] for name, spent in times.items()}
+
+
+def probe(file: str, *words: str) -> float:
+    """Peak MB that `file --probe WORDS` prints in a fresh process: neither side hides in what the other has freed."""
+    return float(subprocess.check_output([sys.executable, file, "--probe", *words], text=True).splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     if args.probe:
         run = sides(args.probe[1] == "trained")
         print(peak_mb(lambda: run(args.probe[0])))
         return
-    print(f"{'head':8} {'side':6} {'peak MB':>8} {'CPU s (best)':>13}")
     for head in ("frozen", "trained"):
         run = sides(head == "trained")
         for expected, found in zip(run("full"), run("ours"), strict=True):
             assert abs(expected - found) <= 1e-4 * abs(expected), (expected, found)
-        cpu, peak = {"full": [], "ours": []}, {}
-        for side in cpu:
-            probe = [sys.executable, __file__, "--probe", side, head]
-            peak[side] = float(subprocess.check_output(probe, text=True))
-        for _ in range(args.rounds):
-            for side, times in cpu.items():
-                began = time.process_time()
-                run(side)
-                times.append(time.process_time() - began)
-        for side, times in cpu.items():
-            print(f"{head:8} {side:6} {peak[side]:8.0f} {min(times):13.3f}")
-        memory, duration = peak["full"] / peak["ours"], min(cpu["ours"]) / min(cpu["full"])
-        print(f"{head:8} memory full / ours {memory:.2f}   time ours / full {duration:.3f}")
+        mb = {side: probe(__file__, side, head) for side in ("full", "ours")}
+        cpu = cpu_p10({side: functools.partial(run, side) for side in mb}, args.rounds)
+        memory, times = mb["full"] / mb["ours"], cpu["ours"] / cpu["full"]
+        what = f"loss with a {head} head"
+        report(Row("P10", f"{what}, peak", f"{mb['ours']:.0f} MB", memory, ">= 2.5", f"{mb['full']:.0f} MB (logits)"))
+        seconds = f"{cpu['ours']:.2f} s", f"{cpu['full']:.2f} s (logits)"
+        report(Row("P10", f"{what}, CPU time", seconds[0], times, "<= 1.05", seconds[1]))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,10 @@ BENCHMARKS = {
     "step": ["bench_step.py"],
     "step_large": ["bench_step.py", "--size", "large"],
     "first_step": ["bench_first_step.py"],
+    "recompute": ["bench_recompute.py"],
+    "batches": ["bench_batches.py"],
+    "size": ["bench_dia_size.py", "--size", "small", *(f"--case={case}" for case in ("lora", "zero3", "full"))],
+    "encode": ["bench_data_encode.py", "--full"],
 }
 
 

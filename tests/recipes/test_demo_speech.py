@@ -12,7 +12,7 @@ import pytest
 from helpers import speech_judge, support
 
 pytestmark = [pytest.mark.distributed]
-SENTENCES = range(0, 40, 2)
+SENTENCES = range(40)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def figures_of(judge, model, speech, **options) -> dict:
 
 
 def assert_has_learned(after: dict, before: dict, recordings: dict) -> None:
-    """The bars of the demo. Measured: word error rate 15 % to 18 %; another processor rounds differently, and training
-    magnifies that (trials gave 12 % to 25 %)."""
+    """The bars of the demo. Measured: word error rates of 15 % and 19 % with two seeds; another processor rounds
+    differently, and training magnifies that."""
     assert after["similarity"] >= before["similarity"] + 0.10, "not the new voice"
     assert after["similarity"] >= recordings["similarity"] - 0.05, "not the new voice"
     assert after["wer"] <= 0.30, "not understood"
@@ -99,7 +99,8 @@ def test_the_demos_own_table_says_so_too(demo_run):
     )
     assert after["eos_recall"] >= 0.9 and after["text_gap_onsets"] >= 3 * before["text_gap_onsets"]
     last = [record for record in records if record.get("event") == "scores"][-1]
-    assert last["wer"] <= 0.30 and last["stop_rate"] >= 0.85 and 0.8 <= last["duration_ratio"] <= 1.25
+    assert last["stop_rate"] >= 0.85 and 0.8 <= last["duration_ratio"] <= 1.25
+    assert 0 <= last["wer"] <= 0.5  # 8 sentences: 6 % and 25 % with two seeds
     assert last["similarity"] >= before["similarity"] + 0.10
     for label in ("word error rate", "speaker similarity", "ends predicted", "text gap at onsets", "relative length"):
         assert label in output.split("before")[-1], output[-2000:]

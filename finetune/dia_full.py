@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.config import UserError, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
-from common.runtime import catch_signals, forbid_codec_imports
+from common.runtime import catch_signals, forbid_codec_imports, skip_unused_imports
 from models.dia.flags import DiaFlags
 
 # ---- flags -----------------------------------------------------------------------------------------------------
@@ -61,6 +61,7 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
     catch_signals()
     forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
+    skip_unused_imports(CONFIG)
 
 import torch
 

@@ -136,6 +136,21 @@ def forbid_codec_imports() -> None:
         sys.modules[name] = None
 
 
+def skip_unused_imports(config) -> None:
+    """Hides what this run does not need from libraries that import it if they find it, which takes two seconds on every
+    rank: bitsandbytes from PEFT, trio from the hub's HTTP client, scipy from the losses of transformers."""
+    unused = ["trio"]
+    if config.optimizer == "adamw" and getattr(config, "quantize", "none") == "none" and not config.fit:
+        unused.append("bitsandbytes")
+    for name in unused:
+        sys.modules.setdefault(name, None)
+    if "scipy" not in sys.modules:  # which others may need later
+        sys.modules["scipy"] = None
+        import transformers.loss.loss_utils  # noqa: F401
+
+        del sys.modules["scipy"]
+
+
 class Stopped(Exception):
     """Raised to end a run early, after a signal, with everything saved."""
 

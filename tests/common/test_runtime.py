@@ -129,6 +129,23 @@ def test_only_secrets_are_replaced(monkeypatch):
     assert redact("x hf_abcdefgh-0123456789 visible1") == "x <HF_TOKEN>-<WANDB_API_KEY> visible1"
 
 
+@pytest.mark.parametrize("flags", ["", "quantize='4bit'", "optimizer='adamw8bit'", "fit='24GB'"])
+def test_only_what_a_run_does_not_need_is_hidden_from_the_libraries(flags):
+    body = f"""
+import importlib.util
+from types import SimpleNamespace
+from common.runtime import skip_unused_imports
+
+defaults = {{"optimizer": "adamw", "quantize": "none", "fit": ""}}
+skip_unused_imports(SimpleNamespace(**defaults | dict({flags})))
+import scipy.optimize
+print([importlib.util.find_spec(name) is not None for name in ("bitsandbytes", "trio")])  # as PEFT asks
+"""
+    env = os.environ | {"PYTHONPATH": ":".join(sys.path), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True)
+    assert done.stdout == f"[{bool(flags)}, False]\n", done.stdout + done.stderr
+
+
 ORPHAN = """
 import os, subprocess, sys, time
 if sys.argv[1] == "shell":  # launch.sh starts the ranks itself

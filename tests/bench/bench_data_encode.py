@@ -108,7 +108,7 @@ def our_workers(source: Path, weights: Path, workers: int) -> tuple[float, float
     from lib.sources import find_clips
 
     clips = find_clips(source, "folder")
-    job = make_job(clips, "dac", str(weights), False, 0.4, float("inf"))
+    job = make_job(clips, "dac", str(weights), None, False, 0.4, float("inf"))
     audio, begin, end, codes = 0.0, None, None, {}
     warm = workers
     for results in run_workers([(clip, None) for clip in clips], job, workers):

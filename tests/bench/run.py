@@ -26,7 +26,7 @@ BENCHMARKS = {
     "loss": ["bench_loss.py"],
     "recompute": ["bench_recompute.py"],
     "batches": ["bench_batches.py"],
-    "size": ["bench_dia_size.py", "--size", "small", *(f"--case={case}" for case in ("lora", "zero3", "full"))],
+    "size": ["bench_dia_size.py", "--size", "small", *(f"--case={case}" for case in ("lora", "full"))],
     "encode": ["bench_data_encode.py", "--full"],
 }
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 IGNORE = -100
-# Logits in memory at a time. A CPU needs few (8 MB in fp32; 16 are 3 % faster); a GPU needs large matrix products (256 MB).
+# Logits in memory at a time: 8 MB in fp32 on a CPU (16 are 3 % faster); a GPU needs large matrix products (256 MB).
 CHUNK_LOGITS, CHUNK_LOGITS_GPU = 2**21, 2**26
 
 

@@ -3,6 +3,7 @@
 Each clip is encoded alone, in fp32 and eval mode: padding in a batch, `.train()` or bf16 would change its codes.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -27,6 +28,8 @@ PUBLISHED = {
 # chunks of 2.5 s are also the fastest: the activations of longer ones do not fit the caches.
 DAC_OVERLAP = 8
 DAC_CHUNK = {"cpu": 216, "cuda": 2592}
+# Values of an activation that are computed at a time, so that they stay in a core's cache.
+SNAKE_BLOCK = 2**16
 # EnCodec has an LSTM and Higgs attends to the whole clip: neither can be chunked, so memory limits the length.
 MAX_UNCUT_SECONDS = 120
 
@@ -146,6 +149,8 @@ def load_codec(path: Path, device: str = "cpu") -> Codec:
     else:
         model, encode, decode = LOADERS[kind](path)
     model.eval().requires_grad_(False).to(device)
+    if device == "cpu":
+        quicken_snakes(model)
     if kind == "dac":
         encode = in_chunks(encode, format["hop"], DAC_CHUNK["cuda" if "cuda" in device else "cpu"])
 
@@ -249,6 +254,27 @@ def from_pretrained(model_class, path: Path, **kwargs):
         names = sorted(info["missing_keys"]) or sorted(info["mismatched_keys"])
         raise UserError(f"--codec-weights {path} lacks tensors that {model_class.__name__} needs: {names[0]}, ...")
     return model
+
+
+def quicken_snakes(model) -> None:
+    """Lets DAC's activations give the same values without walking through memory five times, which on a CPU takes
+    over a quarter of the encoder's time. Not for training: they work in place."""
+    for module in model.modules():
+        if type(module).__name__ == "Snake1d":
+            module.forward = functools.partial(snake, module.alpha)
+
+
+def snake(alpha, x):
+    """x + sin(alpha x)^2 / alpha of (B, C, T) with alpha (1, C, 1), some channels at a time."""
+    import torch
+
+    inverse, result = (alpha + 1e-9).reciprocal(), torch.empty_like(x)
+    channels = max(1, SNAKE_BLOCK // (x.shape[0] * x.shape[2]))
+    for first in range(0, x.shape[1], channels):
+        part = slice(first, first + channels)
+        value = torch.mul(x[:, part], alpha[:, part], out=result[:, part])
+        value.sin_().square_().mul_(inverse[:, part]).add_(x[:, part])
+    return result
 
 
 def in_chunks(encode: Callable, hop: int, chunk: int) -> Callable:

@@ -91,7 +91,7 @@ def mot(folder: Path):
     facts = {"codec": "encodec", "sample_rate": 32000, "hop": 640, "codebooks": 4, "channels": 4, "codebook_size": 2048}
     demo = ensure_demo(ROOT / "runs" / "demo-assets-mot", "mot")
     tokens, tokenizer = TokenDataset(dataset(folder / "mot-tokens", **facts)), Tokenizer(str(demo / "llama"))
-    return Clips(tokens, Layout(tokenizer.size), tokenizer, Config(), train=True)
+    return Clips(tokens, Layout(tokenizer.size), tokenizer, Config(over_long_text="cut"), train=True)
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------

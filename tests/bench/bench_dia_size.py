@@ -23,6 +23,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune"), str(ROOT / "data")]
+import common.runtime  # noqa: E402, F401  sets which instructions oneDNN may use; the ranks inherit it
 from helpers import support  # noqa: E402
 from helpers.bench_rows import Row, report  # noqa: E402
 

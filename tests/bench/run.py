@@ -29,7 +29,7 @@ BENCHMARKS = {
     "first_step": ["bench_first_step.py"],
     "recompute": ["bench_recompute.py"],
     "batches": ["bench_batches.py"],
-    "size": ["bench_dia_size.py", "--size", "small", *(f"--case={case}" for case in ("lora", "zero3", "full"))],
+    "size": ["bench_dia_size.py", "--size", "small", *(f"--case={case}" for case in ("lora", "full"))],
     "encode": ["bench_data_encode.py", "--full"],
 }
 

@@ -131,12 +131,14 @@ def set_up_with(
     return subprocess.run([folder / "launch.sh", "setup"], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_without_a_compiler_set_up_leaves_out_pesq_and_says_so(tmp_path):
     done = set_up_with({}, tmp_path, "pesq==0.0.4\n")
     assert done.returncode == 0, done.stderr
     assert "pesq needs a C compiler" in done.stderr and "build-essential" in done.stderr
 
 
+@pytest.mark.long
 def test_set_up_uses_uv_where_it_is_installed(tmp_path):
     done = set_up_with({"cc": "", "uv": 'echo "$@" >> "$HOME/uv.log"'}, tmp_path, "./no-such-package\n")
     assert done.returncode == 0, done.stderr  # pip would have refused
@@ -145,12 +147,14 @@ def test_set_up_uses_uv_where_it_is_installed(tmp_path):
     assert second.endswith(f"--no-deps -r {tmp_path}/requirements-scoring.txt")
 
 
+@pytest.mark.long
 def test_what_only_scores_samples_may_be_missing(tmp_path):
     done = set_up_with({"cc": ""}, tmp_path, "# nothing\n", broken_scoring=True)
     assert done.returncode == 0 and "will not print word error rate and speaker similarity" in done.stderr
     assert list((tmp_path / ".venv").glob(".ready-*"))
 
 
+@pytest.mark.long
 def test_if_uv_fails_pip_installs_and_what_was_installed_stays(tmp_path):
     done = set_up_with({"cc": "", "uv": "exit 1"}, tmp_path, "./no-such-package\n")
     assert done.returncode == 2 and "the same command tries again" in done.stderr

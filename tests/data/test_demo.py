@@ -88,6 +88,7 @@ def test_finished_demo_is_reused_without_torch(built):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.long
 def test_same_bytes_again_and_a_changed_key_rebuilds(built, tmp_path):
     import demo
 

@@ -182,6 +182,7 @@ MEMORISE = 80
 # ---- starting from published weights -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_fine_tuning_a_bare_generator_holds_its_random_discriminator_back(trained, tmp_path):
     torch.manual_seed(5)
     published = TSCNet(4)
@@ -306,7 +307,13 @@ def test_diagnose_checks_a_run_as_it_was_trained(finished):
     assert not found.failed
 
 
-@pytest.mark.parametrize("place", ["checkpoints/step-00000002", "export", "export/generator.pt"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "export",
+        *(pytest.param(p, marks=pytest.mark.long) for p in ("checkpoints/step-00000002", "export/generator.pt")),
+    ],
+)
 def test_diagnose_takes_checkpoints_exports_and_bare_files(finished, pairs, ranks, scorer, place, capsys):
     with contextlib.suppress(UserError):
         ask(finished, ranks, scorer, finished / place, eval_data=str(pairs))
@@ -382,6 +389,7 @@ def run_infer(script: str, *words) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.long
 def test_infer_diagnose_prints_its_checks_and_fails_with_code_2(finished):
     done = run_infer("diagnose.py", "--run", finished)
     assert "PASS  perfect estimate" in done.stdout and "FAIL  gain" in done.stdout, done.stdout + done.stderr

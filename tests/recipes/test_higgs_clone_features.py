@@ -295,6 +295,7 @@ def test_with_a_split_no_held_out_clip_is_heard_as_a_reference(higgs_demo):
     assert train_ids == {name for name in names if name not in held_ids and names[name] not in held_ids}
 
 
+@pytest.mark.long
 def test_a_merged_folder_prepares_texts_as_the_training_did(adapter, tmp_path):
     plain = tmp_path / "export"
     shutil.copytree(adapter, plain)

@@ -108,7 +108,7 @@ def assert_same(found: dict, expected: dict) -> None:
 # ---- native ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("suffix", [".pth", pytest.param(".safetensors", marks=pytest.mark.long)])
 def test_native_import_equals_the_hugging_face_weights(mono, tmp_path, suffix):
     model = load_dia(mono, torch.float32)
     native = native_of(model)
@@ -200,6 +200,7 @@ def test_a_folder_in_many_shards_loads_with_transformers_and_speaks_with_the_pro
     assert GenerationConfig.from_pretrained(tmp_path / "out").to_diff_dict() == model.generation_config.to_diff_dict()
 
 
+@pytest.mark.long
 def test_the_average_of_folders_is_their_mean(mono, tmp_path):
     models = [load_dia(mono, torch.float32) for _ in range(3)]
     for i, model in enumerate(models):

@@ -422,6 +422,7 @@ def command(module, *words):
         return parse()
 
 
+@pytest.mark.long
 def test_an_official_file_is_converted_and_enhances_as_it_does_itself(tmp_path, capsys):
     source = randomised(build_network("ncsnpp_large", 8, 32))
     file = lightning(source, tmp_path / "a.ckpt", **CLI | {"n_fft": 126, "hop_length": 64, "num_frames": 32})

@@ -19,7 +19,7 @@ os.environ.update(support.CPU)
 # launch.sh starts two workers (pytest-xdist), each of which runs whole files: their fixtures are made once.
 
 REMINDER_SECONDS = 60
-TRAINING = ("recipes", "tests")  # folders whose tests train, or start commands
+TRAINING = ("recipes", "tests", "diffusion_buffer")  # folders whose tests train, or start commands
 
 
 def pytest_addoption(parser):

@@ -48,6 +48,7 @@ def test_local_models_score_samples(script, sample_folder):
         assert sample["similarity"] == pytest.approx(1, abs=1e-5) and sample["wer"] >= 0 and "heard" in sample
 
 
+@pytest.mark.long
 def test_models_with_included_weights_score_samples(script, sample_folder):
     """Optional: pip install --no-deps resemblyzer webrtcvad-wheels pocketsphinx."""
     pytest.importorskip("resemblyzer")

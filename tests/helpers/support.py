@@ -150,6 +150,15 @@ def write_pairs(folder: Path, rows: list[dict], **info) -> Path:
     return folder
 
 
+def cut_pairs(pairs: Path, folder: Path) -> Path:
+    """Half a second of each of these noisy/clean pairs, for tests that need no more."""
+    from common.pairs import PairDataset
+
+    data, part = PairDataset(str(pairs), 16000), slice(2000, 10800)
+    rows = [{"id": data.id(i), "noisy": data.noisy(i)[part], "clean": data.clean(i)[part]} for i in range(len(data))]
+    return write_pairs(folder, rows)
+
+
 def voice(seconds=1.0, noise=0.02, seed=0):
     """A voice-like buzz with pauses, and the same with noise."""
     import math

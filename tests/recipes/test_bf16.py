@@ -80,7 +80,6 @@ def test_lora_has_the_precision_of_the_run_in_every_stage(model_of, recipe, stag
 # ---- two ranks ---------------------------------------------------------------------------------------------------
 
 SHARDING = ["dia_lora", "dia_full", "higgs_clone", "llama_mot"]
-QUICK = pytest.param("dia_full", marks=pytest.mark.quick)
 NO_DROPOUT = {"lora_rank": 4, "lora_dropout": 0.0}
 SETTINGS = {
     "dia_lora": {**NO_DROPOUT, "lora_groups": ["attn"], "lr": 5e-4},
@@ -126,7 +125,7 @@ def long_runs(assets, two_ranks, tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recipe", [QUICK if recipe == "dia_full" else recipe for recipe in SHARDING])
+@pytest.mark.parametrize("recipe", SHARDING)
 def test_zero2_and_zero3_compute_the_same_on_sequences_as_long_as_real_ones(long_runs, recipe):
     """Both hold the same bf16 weights and run the same operations, so they agree to the bit.
 

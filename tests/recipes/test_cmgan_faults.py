@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 SCRIPT = support.ROOT / "finetune" / "cmgan.py"
 # Dropout, average, gate, replay, a drop of the rate, evaluation: each is state that a resume could lose.
 JOB = (
-    "--channels 4 --disc-channels 2 --seconds 0.5 --micro-batch 1 --steps 8 --lr 1e-3 --ema 0.9 --hold-out dov "
-    "--eval-files 2 --eval-every 4 --save-every 2 --samples 0 --probe 8 --probe-every 2 --gan-gate on "
+    "--channels 4 --disc-channels 2 --seconds 0.3 --micro-batch 1 --steps 8 --lr 1e-3 --ema 0.9 --hold-out dov "
+    "--eval-files 1 --eval-every 4 --save-every 2 --samples 0 --probe 8 --probe-every 2 --gan-gate on "
     "--gan-gate-open 0.01 --gan-gate-close 0 --gan-ramp 6 --replay 3 --noisy-term on --no-gradient-checkpointing "
     "--decay-epochs 0.25"
 ).split()
@@ -37,6 +37,11 @@ def job(run, pairs) -> list[str]:
 
 def run_ranks(run, pairs):
     return support.run_recipe(*job(run, pairs), recipe="cmgan")
+
+
+@pytest.fixture(scope="module")
+def pairs(pairs, tmp_path_factory):
+    return support.cut_pairs(pairs, tmp_path_factory.mktemp("cut") / "pairs")
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,24 @@ Every sentence is new to the models: to the demo's Dia, and to the adapter that 
 """
 
 import json
+import math
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+import dia_full
+from common.ds_config import resolve_ds
+from common.runtime import Process, init_process
+from common.tokens import TokenDataset
 from helpers import speech_judge, support
+from models.dia.data import Clips
+from models.dia.evaluate import token_metrics
+from models.dia.generate import speak
+from models.dia.layout import layout_of, text_bytes
+from models.dia.weights import load_dia
 
 pytestmark = [pytest.mark.distributed]
 SENTENCES = range(40)
@@ -124,3 +136,78 @@ def test_speech_without_the_text_is_not_mistaken_for_reading(heard, judge, speec
     figures = figures_of(judge, heard["tuned model"], speech, mute=True)
     with pytest.raises(AssertionError, match="not understood"):
         assert_has_learned(figures, heard["base"], heard["recordings"])
+
+
+# ---- what a trained model shows that random weights cannot --------------------------------------------------------
+
+
+def loss_of(model, tokens: Path) -> float:
+    clips = Clips(TokenDataset(str(tokens)), layout_of(model.config), dia_full.Config(), {}, False)
+    return token_metrics(model, clips, Process(0, 1, torch.device("cpu")))["loss"]
+
+
+@pytest.mark.quick
+def test_the_loss_before_training_tells_right_codes_from_wrong_ones(speech, tmp_path):
+    """The same frames with two channels exchanged, or with the delays applied twice, are worse than chance."""
+    model, tokens = load_dia(speech / "dia", torch.float32), TokenDataset(str(speech / "tokens/eval"))
+    layout = layout_of(model.config)
+    rows = [(tokens.id(row), tokens.text(row), tokens.codes(row)) for row in range(8)]
+    delayed_twice = [np.stack([np.roll(c, d) for c, d in zip(codes.T, layout.delay, strict=True)], 1)
+                     for *_, codes in rows]  # fmt: skip
+    versions = {
+        "right": [codes for *_, codes in rows],
+        "exchanged": [codes[:, [1, 0, *range(2, codes.shape[1])]] for *_, codes in rows],
+        "delayed twice": delayed_twice,
+    }
+    losses = {}
+    for name, version in versions.items():
+        clips = [{"id": i, "text": text, "codes": codes} for (i, text, _), codes in zip(rows, version, strict=True)]
+        info = {field: tokens.info[field] for field in ("sample_rate", "hop", "codebook_size")}
+        losses[name] = loss_of(model, support.write_tokens(tmp_path / name, clips, **info))
+    chance = math.log(tokens.info["codebook_size"])
+    assert losses["right"] < 0.8 * chance < losses["exchanged"] and losses["delayed twice"] > losses["right"] + 0.5
+
+
+def test_rehearsal_keeps_what_the_base_could_say(speech, tmp_path):
+    """The base's own speech in its other voice stands in for the data that it was trained on."""
+    base, numbers = load_dia(speech / "dia", torch.float32), range(100, 124)
+    texts = [f"[S2] {speech_judge.sentences()[number]}" for number in numbers]
+    said = [codes for codes, _ in speak(base, [text_bytes(text, {}, text) for text in texts], 200, 0)]
+    clips = [{"id": text, "text": text, "codes": codes} for text, codes in zip(texts, said, strict=True)]
+    tokens = TokenDataset(str(speech / "tokens/train"))
+    info = {field: tokens.info[field] for field in ("sample_rate", "hop", "codebook_size", "weights")}
+    rehearsed = support.write_tokens(tmp_path / "rehearsed", clips[:16], **info)
+    judged = support.write_tokens(tmp_path / "judged", clips[16:], **info)
+    flags = {"model": str(speech / "dia"), "data": str(speech / "tokens/train"), "precision": "fp32", "samples": 0}
+    flags |= {"steps": 40, "lr": 3e-4, "warmup": 5.0, "micro_tokens": 900, "save_every": 0}
+    losses, process = {"base": loss_of(base, judged)}, init_process()
+    for name, rehearsal in (("alone", ""), ("with rehearsal", f"{rehearsed}:0.5")):
+        config = dia_full.Config(**flags, rehearsal=rehearsal, out=str(tmp_path / name))
+        dia_full.train(config, process, resolve_ds(config.ds, config, 1))
+        losses[name] = loss_of(load_dia(tmp_path / name / "export", torch.float32), judged)
+    forgotten = {name: loss - losses["base"] for name, loss in losses.items()}
+    assert forgotten["alone"] > 0.3 and forgotten["with rehearsal"] < 0.6 * forgotten["alone"], losses
+
+
+def test_what_the_recogniser_understood_best_is_exported(judge, demo_run):
+    """Its scores are computed again from the files, and decide."""
+    _, run = demo_run
+    scores = {record["step"]: record["wer"] for record in support.metrics(run) if record.get("event") == "scores"}
+    for step, score in scores.items():
+        files = sorted((run / "samples" / f"step-{step:06d}").glob("*.wav"))
+        assert len(files) == 8
+        assert judge.word_errors({int(f.stem[-3:]): speech_judge.read_mono(f) for f in files}) == pytest.approx(score)
+    trained = {step: score for step, score in scores.items() if step}
+    chosen = json.loads((run / "export" / "training_config.json").read_text())["checkpoint"]
+    assert trained[chosen["step"]] == min(trained.values()) and len(trained) >= 2
+
+
+def test_a_merged_model_says_the_same_as_base_and_adapter(heard, demo_run, speech, tmp_path):
+    """Code for code, by transformers alone."""
+    from transformers import DiaForConditionalGeneration
+
+    words = ["--adapter", demo_run[1] / "export", "--merge", tmp_path / "merged"]
+    subprocess.run([support.PYTHON, support.ROOT / "finetune/infer/dia_speak.py", *words], check=True)
+    merged = DiaForConditionalGeneration.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    said, expected = (speech_judge.speak(model, speech, range(8))[0] for model in (merged, heard["tuned model"]))
+    assert all(np.array_equal(said[number], expected[number]) for number in range(8))

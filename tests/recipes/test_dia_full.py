@@ -41,7 +41,7 @@ SMALL = {
     "save_every": 0,
 }
 ZERO3 = pytest.param("zero3", marks=pytest.mark.quick)
-BF16_ZERO3 = pytest.param("bf16_zero3", marks=pytest.mark.quick)
+TAGS = pytest.param("tags", marks=pytest.mark.quick)
 LEARNING = {**SMALL, "steps": 14, "micro_tokens": 900, "accumulation": 1, "lr": 3e-3, "warmup": 3.0}
 # AdamW's first step moves every weight that has a gradient by the rate itself.
 ONE_STEP = {
@@ -126,7 +126,7 @@ def test_the_exported_average_equals_one_process(runs, plain):
     assert difference(exported(runs / "ema3"), plain[1]) <= 1e-6
 
 
-@pytest.mark.parametrize("run", ["zero2", "zero3_offload", BF16_ZERO3])
+@pytest.mark.parametrize("run", ["zero2", ZERO3, "zero3_offload", "bf16_zero3"])
 def test_the_export_loads_with_plain_transformers_and_gives_the_engines_logits(runs, demo, run):
     model = DiaForConditionalGeneration.from_pretrained(runs / run / "export").eval()
     assert model.dtype == torch.float32
@@ -139,7 +139,7 @@ def test_the_export_loads_with_plain_transformers_and_gives_the_engines_logits(r
     assert difference <= (0.3 if "bf16" in run else 1e-4)  # the engine computes in bf16; the export has its masters
 
 
-@pytest.mark.parametrize("run", ["bf16", BF16_ZERO3, "adamw8bit", "adamw8bit_zero3", "rehearsal", "tags", "stereo"])
+@pytest.mark.parametrize("run", ["bf16", "bf16_zero3", "adamw8bit", "adamw8bit_zero3", "rehearsal", TAGS, "stereo"])
 def test_it_learns(runs, run):
     losses = [record["loss"] for record in support.step_records(runs / run)]
     assert np.isfinite(losses).all() and np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.3

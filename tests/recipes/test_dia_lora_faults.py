@@ -60,10 +60,10 @@ def launch_sh(words) -> subprocess.Popen:
     )
 
 
-@pytest.mark.quick
-def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path):
+@pytest.mark.parametrize("start", [pytest.param(launch_sh, marks=pytest.mark.quick), deepspeed])
+def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path, start):
     run = tmp_path / "run"
-    started = deepspeed(job(run))
+    started = start(job(run))
     support.wait_for_step(run, 14)
     faults.wait_for_checkpoint(run, 10)
     os.kill(faults.job_processes(run)["rank 1"], signal.SIGKILL)
@@ -173,13 +173,10 @@ def test_a_stalled_rank_ends_the_job_with_the_stacks_of_all(demo, tmp_path):
 def test_another_number_of_ranks_goes_on_with_the_same_samples(whole, tmp_path):
     """2 ranks -> 1 rank with twice the accumulation -> 2 ranks."""
     run = tmp_path / "run"
-    ranks = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", job(run))
-    faults.wait_for_checkpoint(run, 10)
-    for rank in ranks:
-        rank.kill()
-    support.finish(ranks)
-    [alone] = support.start_ranks(support.ROOT / "finetune" / "dia_lora.py", [*job(run), "--accumulation", "2"], 1)
-    faults.wait_for_checkpoint(run, 20)
+    script = support.ROOT / "finetune" / "dia_lora.py"
+    faults.kill_all(faults.start_and_halt(script, job(run), run, step=11, saved=10), run)
+    words = [*job(run), "--accumulation", "2"]
+    [alone] = faults.start_and_halt(script, words, run, step=21, saved=20, world=1)
     alone.send_signal(signal.SIGTERM)
     _, [output] = support.finish([alone])
     assert "ranks: 2 then, 1 now" in output and alone.returncode == 75, output[-3000:]

@@ -431,6 +431,7 @@ def test_a_long_text_is_spoken_in_parts_with_the_voice_of_a_recording(adapter, d
     assert "does not exist" in speak_script(*words, "--voice", "no.wav", "--voice-text", "a", "--wav", "x.wav").stderr
 
 
+@pytest.mark.long
 def test_merged_folder_loads_alone_and_equals_base_plus_adapter(adapter, demo, tmp_path):
     from transformers import DiaForConditionalGeneration, DiaTokenizer
 
@@ -453,7 +454,7 @@ def test_merged_folder_loads_alone_and_equals_base_plus_adapter(adapter, demo, t
         (["--text", "hello"], "give --text and --wav"),
         (["--text", "hello", "--wav", "x.wav", "--temperature", "0.5"], "--temperature: 0.5 is out of range"),
         (["--text", "hello", "--wav", "x.wav", "--voice", "x.wav"], "--voice and --voice-text go together"),
-        (["--text", "x" * 2000, "--wav", "x.wav"], "--text has 2002 bytes"),
+        pytest.param(["--text", "x" * 2000, "--wav", "x.wav"], "--text has 2002 bytes", marks=pytest.mark.long),
     ],
 )
 def test_mistakes_in_speaking_are_one_sentence(adapter, words, sentence):

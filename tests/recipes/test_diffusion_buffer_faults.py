@@ -40,6 +40,11 @@ def run_ranks(run, pairs):
 
 
 @pytest.fixture(scope="module")
+def pairs(pairs, tmp_path_factory):
+    return support.cut_pairs(pairs, tmp_path_factory.mktemp("cut") / "pairs")
+
+
+@pytest.fixture(scope="module")
 def whole(pairs, tmp_path_factory):
     """The same run, never interrupted."""
     run = tmp_path_factory.mktemp("whole") / "run"

@@ -48,6 +48,7 @@ def runs(demo_mot, two_ranks, tmp_path_factory):
         "delay": {**SMALL, "ds": zero2, "layout": "delay", "experts": "llama"},
         "parts": {**SMALL, "ds": zero3, "untie": "ffn", "train_parts": ["proj_only"]},
         "ema": {**SMALL, "ds": zero3, "ema": 0.9},
+        "learning": {**LEARNING, "ds": zero2},
         "bf16": {**LEARNING, "ds": zero2, "precision": "bf16"},
         "4bit": {**SMALL, "ds": zero2, "quantize": "4bit"},
         "8bit": {**LEARNING, "ds": zero2, "quantize": "8bit", "precision": "bf16"},
@@ -225,8 +226,8 @@ def test_no_text_logit_changes_during_training(runs, run):
     assert [record["text_drift"] for record in evals(runs / run)] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("run", [pytest.param("bf16", marks=pytest.mark.quick), "8bit"])
-def test_low_precision_learns_and_first_loss_is_ln_classes(runs, run):
+@pytest.mark.parametrize("run", [pytest.param("learning", marks=pytest.mark.quick), "bf16", "8bit"])
+def test_it_learns_and_the_first_loss_is_ln_classes(runs, run):
     losses = [record["loss"] for record in support.step_records(runs / run)]
     assert losses[0] == pytest.approx(math.log(2048), abs=0.05)
     assert np.mean(losses[-3:]) < losses[0] - 0.7

@@ -20,6 +20,8 @@ RECIPES = {
     "llama_mot": {"untie": "all"},
 }
 
+OTHERS = [name for name in RECIPES if name != "dia_lora"]
+
 
 @pytest.fixture
 def config_of(demo, higgs_demo, demo_mot):
@@ -140,7 +142,7 @@ def test_activations_on_paper_are_those_of_a_real_step(config_of, recipe, monkey
             assert on_paper > saved
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["dia_lora", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_fit_asks_the_recipe_itself(config_of, recipe, capsys):
     """A card that gradient checkpointing just fits into: nothing more frugal is chosen, and the recipe predicts it."""
     from common.fit import ROOM, fit

@@ -19,6 +19,7 @@ os.environ.update(support.CPU)
 # launch.sh starts two workers (pytest-xdist), each of which runs whole files: their fixtures are made once.
 
 REMINDER_SECONDS = 60
+LONGEST = ("test_multinode.py", "test_docs.py", "test_demo_speech.py", "test_dia_lora_faults.py")
 TRAINING = ("recipes", "tests", "diffusion_buffer")  # folders whose tests train, or start commands
 
 
@@ -43,7 +44,11 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     config.deselected_long = 0 if config.getoption("--long") else len(items) - len(chosen)
     # Files that take longest come first: in the other order one worker would be left with one of them at the end.
-    items[:] = sorted(chosen, key=lambda item: (not starts_ranks(item), item.path.parent.name not in TRAINING))
+    items[:] = sorted(chosen, key=place_in_order)
+
+
+def place_in_order(item) -> tuple[bool, bool, bool]:
+    return item.path.name not in LONGEST, not starts_ranks(item), item.path.parent.name not in TRAINING
 
 
 def pytest_sessionfinish(session):

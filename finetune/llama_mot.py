@@ -115,9 +115,10 @@ DEMO = {
     "untie": "all",
     "lr": 4e-3,
     "copied_lr": 1.0,
-    "steps": 200,
+    "weight_decay": 0.5,
+    "steps": 400,
     "warmup": 10.0,
-    "micro_tokens": 1400,
+    "micro_tokens": 500,
     "precision": "fp32",
     "guidance": 1.0,
     "temperature": 0.0,
@@ -285,7 +286,8 @@ def evaluate(
         metrics = token_metrics(model, clips, text_reference, run.process)
     run.tracker.event("eval", step, **metrics)
     say(f"evaluation at step {step}: loss {metrics['loss']:.4f}  {metrics['kbps']:.3f} of {metrics['codec_kbps']:.1f}"
-        f" kbps  caption gain {metrics['caption_gain']:.4f}  text drift {metrics['text_drift']:g}")  # fmt: skip
+        f" kbps  caption gain {metrics['caption_gain']:.4f}, at onsets {metrics['caption_gain_onsets']:.4f}"
+        f"  text drift {metrics['text_drift']:g}")  # fmt: skip
     if metrics["text_drift"]:
         say("warning: text logits differ from those of the original Llama")
     # Other scores than the loss come later, when the samples of this step have been scored.

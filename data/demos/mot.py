@@ -11,13 +11,14 @@ demo-mot/tokens                       the corpus, encoded by data/encode.py; the
 
 import csv
 import io
+import itertools
 import json
 from pathlib import Path
 
 from demos.dia import SEED
 from lib.store import write_json
 
-RATE, HOP = 32000, 640  # 20 ms per frame: a tone of a multiple of 50 Hz repeats exactly, so its codes stay the same
+RATE, HOP = 32000, 640  # 20 ms per frame: whole periods of every multiple of 50 Hz
 CLIPS = {"train": 56, "eval": 8}
 
 # INSTRUMENTS: loudness of the harmonics. MELODIES: steps of the scale. TEMPOS: frames per tone.
@@ -31,10 +32,12 @@ MELODIES = {
     "a rising line": (0, 1, 2, 3),
     "a falling line": (3, 2, 1, 0),
     "a trill": (0, 1, 0, 1),
-    "a wide leap": (0, 4, 0, 4),
+    "a wide leap": (0, 3, 0, 3),
 }
 REGISTERS = {"low": 4, "high": 12}  # lowest tone, in multiples of 50 Hz
 TEMPOS = {"slowly": 10, "quickly": 7}
+FADE = 0.9  # what is left of a tone's loudness after a frame
+QUIET = 1e-4  # loudness inside the codec
 
 
 def build_parts(folder: Path, final: Path) -> None:
@@ -61,23 +64,27 @@ def build_parts(folder: Path, final: Path) -> None:
 
 
 def write_corpus(folder: Path) -> list[str]:
-    """Each caption is a different combination; the eval captions combine words that all occur in training."""
+    """Each caption is a different combination; the eval captions combine words that all occur in training.
+
+    Of the 8 tunes (melody and tempo), each sound (instrument and register) has one that is only in the evaluation.
+    """
     import numpy as np
     import soundfile
 
     folder.mkdir()
-    kinds = [(i, m, r, t) for i in INSTRUMENTS for m in MELODIES for r in REGISTERS for t in TEMPOS]
-    order = np.random.default_rng(SEED).permutation(len(kinds))[: sum(CLIPS.values())]
+    sounds, tunes = list(itertools.product(INSTRUMENTS, REGISTERS)), list(itertools.product(MELODIES, TEMPOS))
+    held_out = [8 * sound + 3 * sound % 8 for sound in range(8)]
+    order = np.random.default_rng(SEED).permutation([kind for kind in range(64) if kind not in held_out])
     rows = []
-    for number, choice in enumerate(order):
-        instrument, melody, register, tempo = kinds[choice]
+    for number, kind in enumerate([*order, *held_out]):
+        (instrument, register), (melody, tempo) = sounds[kind // 8], tunes[kind % 8]
         ytid = f"{'-' if number % 7 == 0 else 'm'}{number:03d}usicDemo"[:11]  # some real ids start with "-", too
-        soundfile.write(folder / f"{ytid}.wav", play(*kinds[choice]), RATE, subtype="PCM_16")
-        held_out = number >= CLIPS["train"]
+        soundfile.write(folder / f"{ytid}.wav", play(instrument, melody, register, tempo), RATE, subtype="PCM_16")
+        is_held_out = number >= CLIPS["train"]
         row = {"ytid": ytid, "start_s": 0, "end_s": 10, "audioset_positive_labels": "/m/04rlf"}
         row |= {"aspect_list": str([instrument, register, tempo]), "author_id": 0}
         row["caption"] = f"The {instrument} {tempo} plays {melody} in the {register} register."
-        rows.append(row | {"is_balanced_subset": held_out, "is_audioset_eval": held_out})
+        rows.append(row | {"is_balanced_subset": is_held_out, "is_audioset_eval": is_held_out})
     with open(folder / "musiccaps.csv", "w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, list(rows[0]))
         writer.writeheader()
@@ -86,61 +93,129 @@ def write_corpus(folder: Path) -> list[str]:
 
 
 def play(instrument: str, melody: str, register: str, tempo: str):
-    """Samples in -1..1; each tone lasts whole codec frames, with whole periods in each frame."""
+    """Samples in -1..1."""
     import numpy as np
 
-    frames, time = TEMPOS[tempo], np.arange(HOP) / RATE
-    tones = []
-    for step in MELODIES[melody]:
-        base = 50 * (REGISTERS[register] + 2 * step)
-        period = sum(loud * np.sin(2 * np.pi * base * (n + 1) * time) for n, loud in enumerate(INSTRUMENTS[instrument]))
-        tones.append(np.tile(period / np.abs(period).max(), frames))
-    return 0.5 * np.concatenate(tones)
+    bases = [REGISTERS[register] + 2 * step for step in MELODIES[melody]]
+    return np.concatenate([tone(INSTRUMENTS[instrument], base, TEMPOS[tempo]) for base in bases])
+
+
+def tone(harmonics, base: int, frames: int):
+    """A plucked tone of `base` times 50 Hz. It lasts whole codec frames with whole periods in each, so the same tone
+    always has the same codes, and it fades, so that they tell how long it has sounded."""
+    import numpy as np
+
+    time = np.arange(HOP) / RATE
+    period = sum(loud * np.sin(2 * np.pi * 50 * base * (n + 1) * time) for n, loud in enumerate(harmonics))
+    wave = np.tile(period / np.sqrt((period**2).mean()), frames)
+    return 0.2 * wave * FADE ** (np.arange(len(wave)) / HOP)
 
 
 # ---------------------------------------------------------------- models
 
 
 def save_codec(folder: Path):
+    """A codec that is fitted to the demo's tones instead of trained.
+
+    A frame of such a tone is a multiple of one of few waveforms. So linear layers suffice: each stage of the encoder
+    keeps the coordinates of a longer piece of sound (4, 16, 80, 640 samples) in the space of all such pieces, and the
+    decoder goes back. The first codebook holds these waveforms, and silence: its code tells instrument and pitch. The
+    others hold random remainders: their codes tell how much of the tone is left.
+    """
     import torch
     from transformers import EncodecConfig, EncodecModel
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # MusicGen's own special ids lie outside its vocabulary, which gives two warnings
     logging.disable_progress_bar()
-    torch.manual_seed(SEED)
+    waves_nt = torch.tensor(all_waveforms(), dtype=torch.float64)
     config = EncodecConfig(
         target_bandwidths=[2.2],
         sampling_rate=RATE,
         audio_channels=1,
         normalize=False,
-        num_filters=4,
-        hidden_size=16,
+        num_filters=8,
+        hidden_size=len(waves_nt),
         codebook_size=2048,
-        codebook_dim=16,
+        codebook_dim=len(waves_nt),
         upsampling_ratios=[8, 5, 4, 4],
         use_causal_conv=False,
         num_lstm_layers=1,
+        num_residual_layers=0,
     )
     model = EncodecModel(config).eval()
-    # A random LSTM drowns the sound in its own transients, so its weights are set to zero: a steady tone then has
-    # steady codes. New codebooks are all zeros, which would make every code 0, so they are spread over the encoder's
-    # outputs.
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, torch.nn.LSTM):
-                for parameter in module.parameters():
-                    parameter.zero_()
-        sound = torch.cat([torch.tensor(play(i, m, "low", "quickly")) for i in INSTRUMENTS for m in MELODIES])
-        latents = model.encoder(sound.float()[None, None])[0].T
+    for name, parameter in model.named_parameters():
+        if "lstm" in name or name.endswith("bias"):
+            torch.nn.init.zeros_(parameter)  # an LSTM of zeros adds nothing
+    encoder = [layer.conv for layer in model.encoder.layers if hasattr(layer, "conv")]
+    decoder = [layer.conv for layer in model.decoder.layers if hasattr(layer, "conv")]
+    # ELU is linear near 0: inside, the sound is very quiet.
+    set_taps(encoder[0], torch.full((1, 1, 1), QUIET))
+    set_taps(decoder[-1], torch.full((1, 1, 1), 1 / QUIET))
+    space_tr, length = torch.ones(1, 1, dtype=torch.float64), 1
+    for number, stride in enumerate((4, 4, 5, 8)):
+        pieces_nt = waves_nt.reshape(-1, stride * length)
+        channels = encoder[1 + number].out_channels
+        directions_rt = torch.linalg.svd(pieces_nt, full_matrices=False).Vh[:channels]
+        taps_rck = torch.einsum("rkt,tc->rck", directions_rt.unflatten(1, (stride, length)), space_tr)
+        set_taps(encoder[1 + number], taps_rck)
+        set_taps(decoder[-2 - number], taps_rck)
+        space_tr, length = directions_rt.T, stride * length
+    same = torch.eye(len(waves_nt))[..., None]
+    set_taps(encoder[-1], same / QUIET)
+    set_taps(decoder[0], same * QUIET)
+
     generator = torch.Generator().manual_seed(SEED)
-    books = [buffer for name, buffer in model.named_buffers() if name.endswith(".embed")]
-    for number, book in enumerate(books):
-        book.copy_(torch.randn(book.shape, generator=generator) * latents.std(0) / 2**number)
-        if number == 0:
-            book.add_(latents.mean(0))
+    with torch.no_grad():
+        latents = model.encoder(random_frames(waves_nt, generator)[:, None])[..., 0]
+        for number, layer in enumerate(model.quantizer.layers):
+            book = layer.codebook
+            if number == 0:
+                middle = FADE ** (max(TEMPOS.values()) / 2)
+                book.embed[: len(waves_nt)] = middle * model.encoder(waves_nt.float()[:, None])[..., 0]
+            else:
+                book.embed.copy_(latents[torch.randperm(len(latents), generator=generator)[: book.codebook_size]])
+            latents = latents - book.decode(book.encode(latents))
     model.save_pretrained(folder)
     return model
+
+
+def all_waveforms():
+    """One frame of every tone of every instrument, (N, HOP)."""
+    import numpy as np
+
+    bases = sorted({low + 2 * step for low in REGISTERS.values() for steps in MELODIES.values() for step in steps})
+    return np.stack([tone(sound, base, 1) for base in bases for sound in INSTRUMENTS.values()])
+
+
+def random_frames(waves_nt, generator):
+    """Tones of two instruments together, in all mixtures and of all loudnesses."""
+    import torch
+
+    count, kinds = 8192, len(INSTRUMENTS)
+
+    def draw(end: int):
+        return torch.randint(end, (count,), generator=generator)
+
+    base = kinds * draw(len(waves_nt) // kinds)
+    share, loudness = torch.rand(2, count, 1, generator=generator)
+    share = share**3  # mostly one of the two
+    frames = share * waves_nt[base + draw(kinds)] + (1 - share) * waves_nt[base + draw(kinds)]
+    return ((0.3 + 0.7 * loudness) * frames).float()
+
+
+def set_taps(convolution, taps_oik) -> None:
+    """Sets the middle of the kernel between the first channels. For a transposed convolution, `taps_oik` is
+    (in, out, taps)."""
+    import torch
+
+    # The rest is next to nothing instead of 0: weight normalisation divides by the length of each row.
+    weight = torch.full(convolution.weight.shape, 1e-9)
+    outputs, inputs, count = taps_oik.shape
+    first = (weight.shape[-1] - count + 1) // 2
+    weight[:outputs, :inputs, first : first + count] = taps_oik
+    with torch.no_grad():
+        convolution.weight = weight
 
 
 def save_musicgen(folder: Path, codec) -> None:
@@ -181,7 +256,13 @@ def save_llama(folder: Path, captions: list[str]) -> None:
         rope_parameters=rope,
         initializer_range=0.1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    # As in a trained Llama, words must stay apart: random layers of full strength would blend those of a caption.
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
+    model.save_pretrained(folder)
     content = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter(captions),

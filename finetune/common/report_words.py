@@ -30,6 +30,9 @@ MEASURES = {
     "caption_gain": Measure(
         "caption gain", "high", note="increase in loss with a wrong caption; near 0, it is ignored"
     ),
+    "caption_gain_onsets": Measure(
+        "caption gain at onsets", "high", note="the caption gain of the codes where sounds change"
+    ),
     "caption_gain_none": Measure("gain over no caption", "high", note="increase in loss without a caption"),
     "text_drift": Measure("text logit drift", "low", note="largest change from the original Llama"),
     "wer": Measure("word error rate", "low", "%"),
@@ -60,7 +63,7 @@ MEASURES = {
 # What the top of the page shows, the first of these that were measured.
 HEADLINES = (
     "wer similarity dnsmos pesq si_sdr stoi estoi loss text_gap_onsets eos_recall stop_rate duration_ratio text_gap gap"
-    " caption_gain accuracy accuracy_first kbps"
+    " caption_gain_onsets caption_gain accuracy accuracy_first kbps"
 ).split()
 
 

@@ -48,3 +48,19 @@ def test_metrics_equal_sums_over_single_clips(demo_mot, monkeypatch):
     assert found["caption_gain"] == pytest.approx(other - own, rel=1e-2, abs=1e-6)
     assert found["caption_gain_none"] == pytest.approx(none - own, rel=1e-2, abs=1e-6)
     assert abs(other - own) > 1e-4 and abs(none - own) > 1e-4
+
+    def onset_losses(clip: int, text) -> list[float]:
+        """Losses of codebook 0 at the first frame, at every frame with another code than before, and at the end."""
+        codes = clips.tokens.codes(clips.kept[clip])[:, 0].tolist()
+        batch = real(clips, [clip], texts=[text])
+        logits = model.head(model(batch["input_ids"], batch["codebooks"], batch["mask"])[0], codebook=0)
+        losses, first = -logits.log_softmax(-1), len(text)
+        new = [t for t in range(len(codes) + 1) if t in (0, len(codes)) or codes[t] != codes[t - 1]]
+        return [float(losses[first + 4 * t, ([*codes, 2048])[t]]) for t in new]
+
+    own, other = (
+        np.concatenate([onset_losses(i, text) for i, text in enumerate(texts)])
+        for texts in ([clips.caption(i) for i in range(len(clips))], [seen[i] for i in range(len(clips))])
+    )
+    assert len(own) < sum(clips.frames) + len(clips)  # some codes are repeated
+    assert found["caption_gain_onsets"] == pytest.approx(float((other - own).mean()), rel=1e-3, abs=1e-6)

@@ -22,6 +22,7 @@ from common.runtime import say, still_alive
 CHUNK = 2**24  # bytes that are hashed at a time
 CHUNK_ROWS = 100_000
 VERIFIED = ".verified.json"
+DATASETS_FILES = ("state.json", "dataset_info.json")  # what the datasets library needs besides the Arrow files
 
 
 class ArrowDataset:
@@ -48,7 +49,7 @@ class ArrowDataset:
         listed = {(self.folder / file["name"]).resolve() for file in self.info["files"]}
         tables = []
         try:
-            state = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
+            state, _ = (json.loads((self.folder / name).read_text(encoding="utf-8")) for name in DATASETS_FILES)
             for file in state["_data_files"]:
                 path = self.folder / file["filename"]
                 if path.resolve() not in listed:
@@ -57,7 +58,7 @@ class ArrowDataset:
             return pa.concat_tables(tables)
         except UserError:
             raise
-        except Exception as error:  # state.json or an Arrow file may be broken in any way
+        except Exception as error:  # one of these files may be broken in any way
             raise UserError(
                 f"{self.folder} cannot be read ({type(error).__name__}): encode or copy it again."
             ) from None

@@ -73,7 +73,6 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
     skip_unused_imports(CONFIG)
 
 import torch
-from peft import PeftModel
 
 from common import engine, export_check, hub, lora, memory, optim, runs, samples
 from common.attention import choose_attention
@@ -123,7 +122,7 @@ def lora_groups(model_config) -> dict[str, tuple[str, int]]:
     }
 
 
-def build_model(config: Config, ds: dict, tag_map: dict[str, int]) -> PeftModel:
+def build_model(config: Config, ds: dict, tag_map: dict[str, int]):
     """The frozen base with LoRA on the chosen groups. Under ZeRO-3 it is built sharded, never whole on one rank."""
     if stage_of(ds) == 3 and config.quantize != "none":
         raise UserError(f"--quantize {config.quantize} needs ZeRO-2: a quantised base cannot be sharded.")

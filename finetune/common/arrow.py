@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.config import UserError
@@ -21,6 +22,7 @@ from common.runtime import say, still_alive
 CHUNK = 2**24  # bytes that are hashed at a time
 CHUNK_ROWS = 100_000
 VERIFIED = ".verified.json"
+DATASETS_FILES = ("state.json", "dataset_info.json")  # what the datasets library needs besides the Arrow files
 
 
 class ArrowDataset:
@@ -36,22 +38,30 @@ class ArrowDataset:
         self.folder = Path(folder)
         self.info = self._read_info()
         self._check_sizes()
-
-        from datasets import load_from_disk
-
-        try:
-            loaded = load_from_disk(str(self.folder))
-        except Exception as error:  # state.json, dataset_info.json or an Arrow file may be broken in any way
-            raise UserError(f"{folder} cannot be read ({type(error).__name__}): encode or copy it again.") from None
-        listed = {(self.folder / file["name"]).resolve() for file in self.info["files"]}
-        for file in loaded.cache_files:
-            if Path(file["filename"]).resolve() not in listed:
-                raise UserError(f"{file['filename']} is part of the dataset but not listed in its dataset.json.")
-        self.table = loaded.data
+        self.table = self._map_files()
         missing = set(self.columns) - set(self.table.column_names)
         if missing:
             raise UserError(f"{folder}: the dataset lacks the column(s) {', '.join(sorted(missing))}.")
         self._columns = {name: self.table.column(name) for name in self.table.column_names if name not in self.flat}
+
+    def _map_files(self) -> pa.Table:
+        """What datasets.load_from_disk maps. Importing that takes 0.6 s of processor time on every rank, for pandas."""
+        listed = {(self.folder / file["name"]).resolve() for file in self.info["files"]}
+        tables = []
+        try:
+            state, _ = (json.loads((self.folder / name).read_text(encoding="utf-8")) for name in DATASETS_FILES)
+            for file in state["_data_files"]:
+                path = self.folder / file["filename"]
+                if path.resolve() not in listed:
+                    raise UserError(f"{path} is part of the dataset but not listed in its dataset.json.")
+                tables.append(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
+            return pa.concat_tables(tables)
+        except UserError:
+            raise
+        except Exception as error:  # one of these files may be broken in any way
+            raise UserError(
+                f"{self.folder} cannot be read ({type(error).__name__}): encode or copy it again."
+            ) from None
 
     def __len__(self) -> int:
         return len(self.table)

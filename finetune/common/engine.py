@@ -3,8 +3,11 @@
 DeepSpeed is imported where it is used: common/single_process.py runs the same recipes without it.
 """
 
+import functools
+import importlib
 import math
 import re
+import sys
 import time
 from contextlib import contextmanager
 
@@ -70,9 +73,30 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict):
     """The DeepSpeed engine. `loss_fn(model, batch)` returns a LossOutput."""
     import deepspeed
 
+    postpone_muon()
     ds = fit_buckets(ds, trained=count_parameters(model)[1])
     engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
     return engine
+
+
+def postpone_muon() -> None:
+    """ZeRO imports DeepSpeed's Muon to ask whether that is the optimizer, and its functions are decorated with
+    torch.compile, which imports all of the compiler: 1.4 s of processor time on every rank. After this they are
+    decorated when they are first called. A recipe that builds a Muon has imported it by now: nothing changes for it."""
+    name = "deepspeed.runtime.zero.muon.original_muon"
+    if name in sys.modules:
+        return
+    from deepspeed.runtime import compiler
+
+    def at_first_call(function):
+        compiled = functools.cache(lambda: torch.compile(function))
+        return functools.wraps(function)(lambda *args, **options: compiled()(*args, **options))
+
+    own, compiler.compile = compiler.compile, lambda: at_first_call
+    try:
+        importlib.import_module(name)
+    finally:
+        compiler.compile = own
 
 
 # ---- one optimizer step ----------------------------------------------------------------------------------------

@@ -127,28 +127,43 @@ def _proc(pid: int | str, name: str) -> bytes:
         return b""
 
 
+_hides_modules = False  # this process runs one of our scripts; one that only calls their functions hides nothing
+
+
 def forbid_codec_imports() -> None:
-    """Makes importing a codec or a resampler fail: a training process needs none.
+    """Makes importing a codec or a resampler fail: this process needs none, whatever it does.
 
     transformers would import torchaudio and librosa by itself, which costs seconds on every rank.
     """
+    global _hides_modules
+    _hides_modules = True
     for name in ("dac", "audiotools", "torchaudio", "librosa"):
         sys.modules[name] = None
 
 
-def skip_unused_imports(config) -> None:
-    """Hides what this run does not need from libraries that import it if they find it, which takes two seconds on every
-    rank: bitsandbytes from PEFT, trio from the hub's HTTP client, scipy from the losses of transformers."""
-    unused = ["trio"]
-    if config.optimizer == "adamw" and getattr(config, "quantize", "none") == "none" and not config.fit:
-        unused.append("bitsandbytes")
-    for name in unused:
-        sys.modules.setdefault(name, None)
-    if "scipy" not in sys.modules:  # which others may need later
+def skip_unused_imports(config=None) -> None:
+    """After forbid_codec_imports: hides what this process does not need either from libraries that import it if they
+    find it, which takes three seconds of processor time: trio from the hub's HTTP client, scipy from the losses of
+    transformers, and bitsandbytes if the config says that nothing is quantised.
+
+    Call it before transformers is imported.
+    """
+    if not _hides_modules:
+        return
+    sys.modules.setdefault("trio", None)
+    if config and config.optimizer == "adamw" and getattr(config, "quantize", "none") == "none" and not config.fit:
+        skip_bitsandbytes()
+    if not {"scipy", "transformers"} & set(sys.modules):  # scipy is hidden only here: others may need it later
         sys.modules["scipy"] = None
         import transformers.loss.loss_utils  # noqa: F401
 
         del sys.modules["scipy"]
+
+
+def skip_bitsandbytes() -> None:
+    """Likewise hides bitsandbytes, which PEFT would import, and which imports torch's compiler."""
+    if _hides_modules:
+        sys.modules.setdefault("bitsandbytes", None)
 
 
 class Stopped(Exception):

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 
 from common.artifacts import find_recipe
 from common.config import UserError, command_parser, parse_words, run_command, unknown_flag
-from common.runtime import forbid_codec_imports
+from common.runtime import forbid_codec_imports, skip_unused_imports
 
 ENHANCERS = ("cmgan", "diffusion_buffer")
 
@@ -105,6 +105,8 @@ def convert(args) -> None:
         return convert_onnx(args) if args.onnx else convert_official(args)
     name = read_recipe(str(args.run))
     entry = choose(args.run, args.step)
+    if name not in ENHANCERS:
+        skip_unused_imports()
     import torch
 
     from common import checkpoint, engine, hub
@@ -115,6 +117,8 @@ def convert(args) -> None:
 
     recipe, record = importlib.import_module(name), json.loads((args.run / "config.json").read_text(encoding="utf-8"))
     config, process = build_config(recipe.Config, record["config"]), Process(0, 1, torch.device("cpu"))
+    if name not in ENHANCERS:
+        skip_unused_imports(config)
     config = hub.pin(config, process)
     print(f"exporting step {entry['step']} of {args.run}", flush=True)
     facts = chosen_facts(entry["step"], entry["score"], config)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 from common.artifacts import read_json
 from common.config import UserError, between, command_parser, run_command
 from common.data_commands import require_folder_of
+from common.runtime import forbid_codec_imports, skip_unused_imports
 
 FRAMES_PER_SECOND = 25  # of the Higgs codec
 
@@ -94,6 +95,7 @@ def prompt_settings(folder: str | None) -> dict:
 
 def merge(args) -> None:
     """Writes base and adapter as one model folder; complete or absent."""
+    skip_unused_imports()
     import torch
 
     from common.codec import recorded_codec
@@ -115,6 +117,7 @@ def merge(args) -> None:
 
 
 def say_text(args) -> None:
+    skip_unused_imports()
     import numpy as np
     import torch
 
@@ -168,4 +171,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    forbid_codec_imports()  # the codec runs in a process of its own
     main()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 from common.artifacts import build_config, read_record, trained_flags
 from common.config import NOT_REPEATED, UserError, build_parser, check, command_parser, read_config_file, unknown_flag
 from common.lora import read_lora
-from common.runtime import forbid_codec_imports, run_main, say
+from common.runtime import forbid_codec_imports, run_main, say, skip_unused_imports
 
 # Recipe -> the package in models/ that shows its clips; the demo's assets, and where in them are what.
 RECIPES = {
@@ -85,6 +85,8 @@ def settle(args):
     if name not in RECIPES:
         raise UserError(f"{place} was made by {name}; inspect knows {', '.join(RECIPES)}.")
 
+    if name not in ENHANCERS:
+        skip_unused_imports()
     recipe = importlib.import_module(name)
     parser = build_parser(recipe.Config, "")
     words, unknown = parser.parse_known_args(args.rest)
@@ -145,6 +147,8 @@ def inspect(args) -> list:
     if args.html and not args.html.parent.is_dir():
         raise UserError(f"--html {args.html}: the folder {args.html.parent} does not exist.")
     name, recipe, config, adapter = settle(args)
+    if name not in ENHANCERS:
+        skip_unused_imports(config)
     import numpy as np
     import torch
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 
 from common.config import UserError, between, command_parser, run_command
 from common.data_commands import require_folder_of
+from common.runtime import forbid_codec_imports, skip_unused_imports
 
 
 def parse_args():
@@ -70,6 +71,7 @@ def parse_args():
 
 def make_music(args) -> None:
     """Writes --wav, and the codes and settings next to it."""
+    skip_unused_imports()
     import numpy as np
     import torch
 
@@ -140,6 +142,7 @@ def decode(codes, weights: Path, wav: Path) -> None:
 
 def merge(args) -> None:
     """Writes the folder --merge-tables."""
+    skip_unused_imports()
     import torch
 
     from models.mot.weights import load_adapter, merge_tables
@@ -165,4 +168,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    forbid_codec_imports()  # the codec runs in a process of its own
     main()

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,8 +24,45 @@ from common.engine import (
     trainable,
 )
 from common.optim import build_optimizer, parameter_groups, set_learning_rate
+from helpers import support
 
 pytestmark = pytest.mark.usefixtures("ranks")
+
+
+STEP = """
+import sys, torch
+from common.config import RunConfig
+from common.contracts import LossOutput
+from common.ds_config import resolve_ds
+from common.engine import backward, start_engine, take_step
+from common.optim import build_optimizer, parameter_groups
+from common.runtime import init_process
+
+init_process()
+config = RunConfig(model="m", data="d", precision="fp32", ds=sys.argv[1])
+model, ds = torch.nn.Linear(4, 4), resolve_ds(config.ds, config, 1)
+optimizer = build_optimizer(parameter_groups(model, 0.1, ()), config, ds)
+engine = start_engine(model, lambda model, batch: LossOutput(model(batch).square().sum(), {}), optimizer, ds)
+backward(engine, engine(torch.ones(2, 4)).loss_sum, 8, 1)
+assert take_step(engine)[0]
+assert "torch._inductor.compile_fx" not in sys.modules
+
+# It is there when it is wanted.
+compiled = []
+torch.compile = lambda function: compiled.append(function.__name__) or function
+from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+assert issubclass(muon_optimizer.MuonWithAuxAdam, original_muon.MuonWithAuxAdam)
+original_muon.zeropower_via_newtonschulz5(torch.eye(2), 1), original_muon.zeropower_via_newtonschulz5(torch.eye(2), 1)
+assert compiled == ["zeropower_via_newtonschulz5"], compiled
+"""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_does_not_import_the_compilers_backend(tmp_path, stage):
+    environment = support.environment(PYTHONPATH=":".join(sys.path))
+    command = [sys.executable, "-c", STEP, support.stage_file(tmp_path, stage)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_operators_are_compiled_with_the_environments_own_ninja():

@@ -134,8 +134,9 @@ def test_only_what_a_run_does_not_need_is_hidden_from_the_libraries(flags):
     body = f"""
 import importlib.util
 from types import SimpleNamespace
-from common.runtime import skip_unused_imports
+from common.runtime import forbid_codec_imports, skip_unused_imports
 
+forbid_codec_imports()
 defaults = {{"optimizer": "adamw", "quantize": "none", "fit": ""}}
 skip_unused_imports(SimpleNamespace(**defaults | dict({flags})))
 import scipy.optimize
@@ -144,6 +145,21 @@ print([importlib.util.find_spec(name) is not None for name in ("bitsandbytes", "
     env = os.environ | {"PYTHONPATH": ":".join(sys.path), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True)
     assert done.stdout == f"[{bool(flags)}, False]\n", done.stdout + done.stderr
+
+
+def test_a_process_that_only_calls_functions_of_a_script_hides_nothing():
+    body = """
+import sys
+from common.runtime import skip_bitsandbytes, skip_unused_imports
+from types import SimpleNamespace
+
+skip_unused_imports(SimpleNamespace(optimizer="adamw", fit=""))
+skip_bitsandbytes()
+print({"trio", "bitsandbytes", "scipy", "transformers"} & set(sys.modules))
+"""
+    env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
 ORPHAN = """

@@ -151,8 +151,8 @@ def main() -> None:
     from common.runtime import forbid_codec_imports
 
     forbid_codec_imports()
-    for recipe in RECIPES:
-        importlib.import_module(recipe)
+    for module in (*RECIPES, "deepspeed", "peft"):
+        importlib.import_module(module)
     gc.freeze()  # collections in the forked processes leave the shared pages alone
     folders, waiting = {}, b""
     while True:

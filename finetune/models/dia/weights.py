@@ -5,7 +5,6 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 
-import deepspeed
 import torch
 from torch import nn
 
@@ -15,6 +14,7 @@ from common.checkpoint import write_json
 from common.codec import FILE, recorded_codec, refuse_other_codec
 from common.config import UserError
 from common.ds_config import stage_of
+from common.engine import gathered
 from common.hub import find_file, load_pretrained
 from common.runtime import Process, on_main, say
 from models.dia.layout import read_tag_map
@@ -112,6 +112,8 @@ def widen(model, ds: dict) -> None:
     Under ZeRO-3 every rank must call it, and only these two tables are ever whole.
     """
     sharded = stage_of(ds) == 3
+    if sharded:
+        import deepspeed
     embeddings, config = model.model.decoder.embeddings, model.config
     old_embed, old_head = embeddings.embed.weight, model.logits_dense.weight
     rows, width = getattr(old_embed, "ds_shape", old_embed.shape)
@@ -120,7 +122,7 @@ def widen(model, ds: dict) -> None:
         embed = nn.Embedding(2 * rows, width, **options)
         head = nn.Linear(width, 2 * rows, bias=False, **options)
     for new, old, scale in ((embed.weight, old_embed, 0.5), (head.weight, old_head, 1.0)):
-        with deepspeed.zero.GatheredParameters([new, old], modifier_rank=0, enabled=sharded), torch.no_grad():
+        with gathered([new, old], write=True), torch.no_grad():
             new.copy_(torch.cat([old * scale, old * scale]))
     embeddings.embed, model.logits_dense = embed, head
     config.delay_pattern = [*config.delay_pattern, *config.delay_pattern]

@@ -119,8 +119,8 @@ def save_codec(folder: Path):
 
     A frame of such a tone is a multiple of one of few waveforms. So linear layers suffice: each stage of the encoder
     keeps the coordinates of a longer piece of sound (4, 16, 80, 640 samples) in the space of all such pieces, and the
-    decoder goes back. The first codebook holds these waveforms, and silence: its code tells instrument and pitch. The
-    others hold random remainders: their codes tell how much of the tone is left.
+    decoder goes back. The first codebook holds these waveforms, and near silence: its code tells instrument and pitch.
+    The others hold random remainders: their codes tell how much of the tone is left.
     """
     import torch
     from transformers import EncodecConfig, EncodecModel
@@ -169,12 +169,15 @@ def save_codec(folder: Path):
     with torch.no_grad():
         latents = model.encoder(random_frames(waves_nt, generator)[:, None])[..., 0]
         for number, layer in enumerate(model.quantizer.layers):
-            book = layer.codebook
+            book, size = layer.codebook, config.codebook_size
+            latents = latents[torch.randperm(len(latents), generator=generator)]
             if number == 0:
+                book.embed.copy_(0.01 * latents[:size])
                 middle = FADE ** (max(TEMPOS.values()) / 2)
                 book.embed[: len(waves_nt)] = middle * model.encoder(waves_nt.float()[:, None])[..., 0]
             else:
-                book.embed.copy_(latents[torch.randperm(len(latents), generator=generator)[: book.codebook_size]])
+                book.embed.copy_(latents[:size])
+                latents = latents[size:]  # of the others, nothing would remain
             latents = latents - book.decode(book.encode(latents))
     model.save_pretrained(folder)
     return model

@@ -98,6 +98,7 @@ def test_set_up_runs_once_per_requirements_txt(tmp_path):
     assert "setting up" in setup()
 
 
+@pytest.mark.long
 def test_a_failed_set_up_does_not_count_as_ready(tmp_path):
     shutil.copy(LAUNCH, tmp_path)
     (tmp_path / "requirements-scoring.txt").write_text("# nothing\n")

@@ -57,7 +57,7 @@ assert compiled == ["zeropower_via_newtonschulz5"], compiled
 """
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_step_does_not_import_the_compilers_backend(tmp_path, stage):
     environment = support.environment(PYTHONPATH=":".join(sys.path))
     command = [sys.executable, "-c", STEP, support.stage_file(tmp_path, stage)]

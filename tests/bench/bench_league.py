@@ -1,13 +1,12 @@
 """Both enhancers, trained on a minute of real noisy speech, beside enhancers from the package registry.
 
     pip install --no-deps --target peers pyrnnoise webrtc-noise-gain noisereduce
-    PYTHONPATH=peers python tests/bench/bench_league.py --recordings FOLDER --work league [--steps 1500 1500]
+    PYTHONPATH=peers python tests/bench/bench_league.py --recordings FOLDER --work league [--steps 650 1500]
 
 FOLDER holds clean/*.wav and noisy/*.wav, pairs of the same name, and may hold voices/*.wav, more clean speech. The
 files of --test are never trained on, and those of --judge choose the checkpoint. The noise of every other noisy file
-(noisy minus clean) is also mixed onto all other clean speech, at 0 to 15 dB. Takes two hours on two cores with the
-default number of steps (CMGAN's, Diffusion Buffer's); the same command continues, and --steps 0 0 measures only the
-packages. Delays of all outputs, up to 50 ms, are removed before they are compared.
+(noisy minus clean) is also mixed onto all other clean speech, at 0 to 15 dB. Takes an hour of one core with the default
+number of steps (CMGAN's, Diffusion Buffer's); the same command continues, and --steps 0 0 measures only the packages. Delays of all outputs, up to 50 ms, are removed before they are compared.
 """
 
 import argparse
@@ -39,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="folder for mixtures, runs and enhanced files")
-    parser.add_argument("--steps", type=int, nargs=2, default=[1200, 1500], help="of both trainings; 0: leave it out")
+    parser.add_argument("--steps", type=int, nargs=2, default=[650, 1500], help="of both trainings; 0: leave it out")
     parser.add_argument("--test", nargs="+", default=["p232_003", "p232_019", "p232_024", "p232_170"])
     parser.add_argument("--judge", nargs="+", default=["p232_014", "p232_052"])
     args = parser.parse_args()

@@ -6,7 +6,8 @@
 FOLDER holds clean/*.wav and noisy/*.wav, pairs of the same name, and may hold voices/*.wav, more clean speech. The
 files of --test are never trained on, and those of --judge choose the checkpoint. The noise of every other noisy file
 (noisy minus clean) is also mixed onto all other clean speech, at 0 to 15 dB. Takes an hour of one core with the default
-number of steps (CMGAN's, Diffusion Buffer's); the same command continues, and --steps 0 0 measures only the packages. Delays of all outputs, up to 50 ms, are removed before they are compared.
+number of steps (CMGAN's, Diffusion Buffer's); the same command continues, and --steps 0 0 measures only the packages.
+Delays of all outputs, up to 50 ms, are removed before they are compared.
 """
 
 import argparse

@@ -95,17 +95,17 @@ def prompt_settings(folder: str | None) -> dict:
 
 def merge(args) -> None:
     """Writes base and adapter as one model folder; complete or absent."""
+    out = Path(args.merge)
+    if out.exists():
+        raise UserError(f"--merge {out} exists already.")
+    if not args.adapter:
+        raise UserError("--merge needs --adapter.")
     skip_unused_imports()
     import torch
 
     from common.codec import recorded_codec
     from models.higgs.weights import write_model
 
-    out = Path(args.merge)
-    if out.exists():
-        raise UserError(f"--merge {out} exists already.")
-    if not args.adapter:
-        raise UserError("--merge needs --adapter.")
     model, source, revision, prompts = load_tuned(args.adapter, args.model, args.revision, torch.float32)
     merged = model.merge_and_unload()
     # What speaking needs to know: the recipe selects this script, and prompts are made as in training.
@@ -117,6 +117,14 @@ def merge(args) -> None:
 
 
 def say_text(args) -> None:
+    from models.higgs.text import Chat, check_speakers
+
+    require_folder_of(Path(args.wav))
+    if prompt_settings(args.adapter or args.model)["voices_in"] == "scene":  # transcripts are not part of the prompt
+        args.ref_text = ["x"] * len(args.ref)
+    if len(args.ref) != len(args.ref_text):
+        raise UserError("--ref and --ref-text go together: the model needs the transcript of each reference.")
+    check_speakers(args.text, len(args.ref), "--text")
     skip_unused_imports()
     import numpy as np
     import torch
@@ -126,15 +134,8 @@ def say_text(args) -> None:
     from common.hub import inference_dtype
     from models.higgs.generate import speak
     from models.higgs.layout import build_row, layout_of
-    from models.higgs.text import Chat, check_speakers
     from models.higgs.weights import codec_of, load_tokenizer
 
-    require_folder_of(Path(args.wav))
-    if prompt_settings(args.adapter or args.model)["voices_in"] == "scene":  # transcripts are not part of the prompt
-        args.ref_text = ["x"] * len(args.ref)
-    if len(args.ref) != len(args.ref_text):
-        raise UserError("--ref and --ref-text go together: the model needs the transcript of each reference.")
-    check_speakers(args.text, len(args.ref), "--text")
     model, source, revision, prompts = load_tuned(args.adapter, args.model, args.revision, inference_dtype())
     tokenizer = load_tokenizer(source, revision)
     layout, chat = layout_of(model.config, tokenizer), Chat(tokenizer, prompts["normalise_text"], prompts["voices_in"])

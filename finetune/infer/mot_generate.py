@@ -71,6 +71,9 @@ def parse_args():
 
 def make_music(args) -> None:
     """Writes --wav, and the codes and settings next to it."""
+    require_folder_of(Path(args.wav))
+    if args.min_seconds > args.seconds:
+        raise UserError(f"--min-seconds {args.min_seconds:g} is more than --seconds {args.seconds:g}.")
     skip_unused_imports()
     import numpy as np
     import torch
@@ -82,9 +85,6 @@ def make_music(args) -> None:
     from models.mot.layout import code_ids
     from models.mot.weights import load_adapter
 
-    require_folder_of(Path(args.wav))
-    if args.min_seconds > args.seconds:
-        raise UserError(f"--min-seconds {args.min_seconds:g} is more than --seconds {args.seconds:g}.")
     model, description = load_adapter(Path(args.adapter), args.model, inference_dtype(), revision=args.revision)
     layout, codec = model.layout, description["codec"]
     if args.guidance != 1 and not description["training"]["text_dropout"]:

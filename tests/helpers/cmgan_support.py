@@ -8,7 +8,7 @@ import torch
 SMALL = {
     "channels": 8,
     "disc_channels": 4,
-    "seconds": 0.35,
+    "seconds": 0.5,
     "micro_batch": 1,
     "accumulation": 2,
     "steps": 3,

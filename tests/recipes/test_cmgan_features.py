@@ -31,7 +31,7 @@ from models.cmgan.enhance import enhance, enhance_run
 from models.cmgan.network import TSCNet
 from models.cmgan.weights import load_networks
 
-TINY = {**SMALL, "channels": 4, "disc_channels": 2, "accumulation": 1, "steps": 2, "warmup": 0.0}
+TINY = {**SMALL, "channels": 4, "disc_channels": 2, "seconds": 0.35, "accumulation": 1, "steps": 2, "warmup": 0.0}
 TINY |= {"hold_out": ["dov"], "eval_files": 2}
 
 

@@ -18,6 +18,7 @@ def test_cmgan_generator():
     assert not counts.syncs and 1000 < counts.launches <= 1500
 
 
+@pytest.mark.long
 def test_cmgan_generator_with_gradient_checkpointing():
     counts = count(*cmgan_support.generator_step(seconds=0.5))
     assert not counts.syncs

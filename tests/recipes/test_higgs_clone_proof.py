@@ -114,6 +114,7 @@ def mask_ends(row, layout):
     return row
 
 
+@pytest.mark.long
 def test_without_the_delay_the_same_loss_regenerates_nothing(higgs_demo, process, one_pair, tmp_path, monkeypatch):
     mutate(monkeypatch, without_delay)
     model, loss = overfit(higgs_demo, process, one_pair, tmp_path / "run")
@@ -124,6 +125,7 @@ def test_without_the_delay_the_same_loss_regenerates_nothing(higgs_demo, process
     assert len(spoken.codes) != len(codes) or (spoken.codes[:shared] == codes[:shared]).mean() < 0.6
 
 
+@pytest.mark.long
 def test_without_the_end_as_a_label_it_never_stops(higgs_demo, process, one_pair, tmp_path, monkeypatch):
     mutate(monkeypatch, mask_ends)
     model, loss = overfit(higgs_demo, process, one_pair, tmp_path / "run")

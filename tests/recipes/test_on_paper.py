@@ -83,7 +83,7 @@ def test_a_real_configuration_needs_no_weights(config_of, tmp_path, capsys):
     assert zero3[3] == f"{size * 2 * (2 * 2 + 4) * 63 / 64 / 2**30:.2f}" and zero3[4] == f"{size * 12 / 2**30:.2f}"
 
 
-@pytest.mark.parametrize("bits", ["8bit", "4bit"])
+@pytest.mark.parametrize("bits", ["4bit", pytest.param("8bit", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recipe", ["dia_lora", "higgs_clone", "llama_mot"])
 def test_a_quantised_base_on_paper_takes_the_bytes_that_bitsandbytes_allocates(config_of, recipe, bits):
     """On paper a weight is only marked; here every tensor that bitsandbytes makes of it is counted."""

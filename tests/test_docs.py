@@ -96,7 +96,7 @@ def test_links_lead_to_files_and_named_tests_exist():
 
 # Flags of sbatch, deepspeed, pip and ruff.
 FOREIGN = """--array --cpus-per-gpu --gpus-per-node --gpus-per-task --nodes --ntasks-per-node --signal --time
-    --hostfile --master_addr --no_ssh --node_rank --no-deps --check""".split()
+    --hostfile --master_addr --no_ssh --node_rank --no-deps --target --check""".split()
 
 
 @pytest.mark.quick

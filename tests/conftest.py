@@ -225,6 +225,18 @@ def demo_mot():
 
 
 @pytest.fixture(scope="session")
+def warm_environment(tmp_path_factory):
+    """An environment whose Python has imported the libraries already, for AUDIO_FINETUNE_ENV."""
+    return warm_ranks.environment_folder(tmp_path_factory.mktemp("warm") / "env", support.environment())
+
+
+@pytest.fixture
+def warm_python(warm_environment, monkeypatch):
+    """What this process starts with its own Python is started with that one."""
+    monkeypatch.setattr(sys, "executable", str(warm_environment / "bin" / "python"))
+
+
+@pytest.fixture(scope="session")
 def two_ranks():
     """Two ranks that train whatever a test asks for, started once."""
     from helpers.rank_server import RankServer

@@ -240,7 +240,7 @@ class Launched:
         # A shell in the background ignores SIGINT, and so would launch.sh.
         words = ["env", "--default-signal=INT", ROOT / "launch.sh", "dia_lora"]
         words += ["--ds", ROOT / "ds_configs/zero2.json", *JOB, "--out", run]
-        environment = support.environment(AUDIO_FINETUNE_ENV=str(Path(support.PYTHON).parents[1]))
+        environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
         with open(self.log, "a") as stream:
             self.shell = subprocess.Popen(list(map(str, words)), env=environment, stdout=stream, stderr=stream)
 

@@ -36,7 +36,7 @@ STANDS_IN = {
     "pair_speakers tokens/train": f"pair_speakers {DEMOS}dia/tokens/train --allow-no-ref --min-seconds 0.3",
     "--data pairs --hold-out p232_02 p232_17": "--data pairs/train --hold-out p286 p287",
     "--eval-split 0.1 ": "--eval-split 0.5 --seed 2 ",  # one of four speakers
-    ".venv/": os.path.dirname(os.path.dirname(support.PYTHON)) + "/",
+    ".venv/": "$AUDIO_FINETUNE_ENV/",
 }
 SPEECH = "--precision fp32 --steps 2 --micro-tokens 600 --samples 0 --eval-every 2 --save-every 2"
 PAIRS = "--steps 2 --seconds 0.5 --micro-batch 1 --eval-files 1 --eval-every 2 --save-every 2 --samples 0"
@@ -175,13 +175,20 @@ def place(tmp_path_factory, demo, higgs_demo, demo_mot, pairs):
     return place
 
 
+@pytest.fixture
+def shell(warm_environment):
+    """What is exported: nothing of ours but the environment."""
+    variables = {"HOME": os.environ.get("HOME", "/"), "PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"}
+    return variables | {"AUDIO_FINETUNE_ENV": str(warm_environment)}
+
+
 @pytest.fixture(scope="module")
 def already_run():
     return set()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_the_page_runs(page, place, already_run):
+def test_every_command_of_the_page_runs(page, place, shell, already_run):
     for command in commands(page):
         if command in already_run or any(re.search(pattern, command) for pattern in ELSEWHERE):
             continue
@@ -191,12 +198,8 @@ def test_every_command_of_the_page_runs(page, place, already_run):
             tiny = tiny.replace(name, stand_in)
         verb = re.search(r"(?:launch\.sh |finetune/)(\w+)", tiny)[1]
         tiny = f"{tiny} {SHORT.get(verb, '')}"
-        environment = {"HOME": os.environ.get("HOME", "/"), "PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"}
-        environment["AUDIO_FINETUNE_ENV"] = os.path.dirname(os.path.dirname(support.PYTHON))
         print(tiny, flush=True)
-        done = subprocess.run(
-            ["bash", "-c", tiny], cwd=place, env=environment, capture_output=True, text=True, timeout=600
-        )
+        done = subprocess.run(["bash", "-c", tiny], cwd=place, env=shell, capture_output=True, text=True, timeout=600)
         said = done.stdout + done.stderr
         # Networks that learnt for two steps: the diagnosis may find faults, and what is generated may not be speech.
         judged = (verb == "diagnose" and "PASS" in said) or "the model generated no speech" in said

@@ -21,7 +21,7 @@ from helpers import support
 from infer import dispatch
 
 LAUNCH = support.ROOT / "launch.sh"
-VENV = str(Path(support.PYTHON).parent.parent)
+
 QUICK = ["--steps", "3", "--samples", "1", "--eval-every", "0", "--sample-frames", "20"]
 
 
@@ -29,7 +29,7 @@ def launch(*words, cwd=None, **env) -> subprocess.CompletedProcess:
     return subprocess.run(
         [LAUNCH, *map(str, words)],
         cwd=cwd,
-        env=support.environment(**{"AUDIO_FINETUNE_ENV": VENV, **env}),
+        env=support.environment(**{"AUDIO_FINETUNE_ENV": support.VENV, **env}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -256,7 +256,7 @@ def test_the_docstrings_cpu_command_runs_while_the_default_port_is_busy(demo, tm
 def test_a_signal_before_training_leaves_nothing_behind(tmp_path):
     started = subprocess.Popen(
         [LAUNCH, "dia_lora", "--out", str(tmp_path / "run")],
-        env=support.environment(AUDIO_FINETUNE_ENV=VENV),
+        env=support.environment(AUDIO_FINETUNE_ENV=support.VENV),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -246,7 +246,7 @@ BROKEN = {
 @pytest.mark.parametrize("command", TYPED)
 def test_a_mistake_at_the_prompt(command):
     words = shlex.split(command) + ["spaek"] * (command == "./launch.sh")
-    environment = support.environment(AUDIO_FINETUNE_ENV=os.path.dirname(os.path.dirname(support.PYTHON)))
+    environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
     done = subprocess.run(
         words, cwd=support.ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

@@ -29,7 +29,7 @@ def cluster(tmp_path_factory):
     if reason := slurm_cluster.reason_to_skip():
         pytest.skip(reason)
     with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "c") as (env, nodes, start_node):
-        yield env | {"AUDIO_FINETUNE_ENV": str(Path(support.PYTHON).parents[1])}, nodes, start_node
+        yield env | {"AUDIO_FINETUNE_ENV": support.VENV}, nodes, start_node
 
 
 @pytest.fixture

@@ -22,10 +22,9 @@ def run(tmp_path_factory) -> Path:
     """The demo, trained for a few steps, with a base to compare with and a step that was skipped."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
     words = ["demo", "--steps", "6", "--eval-every", "3", "--samples", "2", "--sample-frames", "60", "--out", folder]
-    venv = Path(support.PYTHON).parents[1]
     done = subprocess.run(
         [support.ROOT / "launch.sh", *map(str, words)],
-        env=support.environment(AUDIO_FINETUNE_ENV=str(venv)),
+        env=support.environment(AUDIO_FINETUNE_ENV=support.VENV),
         capture_output=True,
         text=True,
         check=False,

@@ -48,7 +48,7 @@ def main() -> None:
 
 def first_line(command: list) -> tuple[float, float]:
     """Seconds until the command prints a line about its first step, and its processor time until it ends."""
-    environment = support.environment(AUDIO_FINETUNE_ENV=str(Path(support.PYTHON).parents[1]))
+    environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
     before, began, seen, output = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), None, []
     process = subprocess.Popen(
         list(map(str, command)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

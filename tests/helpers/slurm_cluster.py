@@ -47,7 +47,7 @@ def reason_to_skip() -> str:
         return "SLURM's daemons need root"
     if all(map(find, PROGRAMS)):
         return ""
-    environment = support.environment(AUDIO_FINETUNE_ENV=str(Path(support.PYTHON).parents[1]))
+    environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
     done = subprocess.run(
         [support.ROOT / "launch.sh", "setup", "--with-slurm"], env=environment, capture_output=True, text=True
     )

@@ -1,5 +1,6 @@
 """What a recogniser and a speaker encoder make of a Dia: generated and decoded by transformers and PEFT alone."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -22,6 +23,9 @@ class Judge:
         self.hear = load_recogniser(f"pocketsphinx:{demo}/grammar.jsgf")
         self.embed = load_embedder("resemblyzer")
         self.recordings = {int(file.stem): read_mono(file) for file in sorted((demo / "audio").glob("*.wav"))}
+        self.voice = functools.cache(
+            lambda numbers: self.embed(np.concatenate([self.recordings[number] for number in numbers]))
+        )
 
     def word_errors(self, waves: dict[int, np.ndarray]) -> float:
         """Mean word error rate of sentences, by their numbers."""
@@ -29,10 +33,8 @@ class Judge:
 
     def similarity(self, waves: dict[int, np.ndarray]) -> float:
         """Mean similarity to the new voice: of each wave to all recordings of other sentences together."""
-        return float(np.mean([cosine(self.embed(wave), self._voice(number)) for number, wave in waves.items()]))
-
-    def _voice(self, number: int) -> np.ndarray:
-        return self.embed(np.concatenate([wave for other, wave in self.recordings.items() if other != number]))
+        others = {number: tuple(other for other in self.recordings if other != number) for number in waves}
+        return float(np.mean([cosine(self.embed(wave), self.voice(others[n])) for n, wave in waves.items()]))
 
 
 def load(demo: Path, adapter: Path | None = None):
@@ -53,6 +55,7 @@ def speak(
     from transformers import DiaProcessor
 
     processor, config = DiaProcessor.from_pretrained(demo / "dia"), model.config.decoder_config
+    processor.audio_tokenizer.float()  # stored in half precision, in which a CPU takes 12 times as long
     special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     texts = [f"{tag} {sentences()[number]}" for number in numbers]
     inputs = processor(text=texts, return_tensors="pt", padding=True, **special)

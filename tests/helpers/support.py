@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from helpers.warm_ranks import WarmRank
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
+VENV = str(Path(PYTHON).parents[1])
 DIA = ROOT / "runs" / "demo-assets-dia"  # the fixture `demo`: a Dia with random weights, much smaller than the demo's
 TINY_DIA = ["--model", str(DIA / "dia"), "--data", str(DIA / "tokens/train"), "--eval-data", str(DIA / "tokens/eval")]
 CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
@@ -70,6 +72,12 @@ def finish(ranks: list[WarmRank], timeout: float = 600) -> tuple[list[int], list
 
 def run_recipe(*arguments, world: int = 2, recipe: str = "dia_lora") -> tuple[list[int], list[str]]:
     return finish(start_ranks(ROOT / "finetune" / f"{recipe}.py", list(arguments), world))
+
+
+def run_script(name: str, *arguments) -> subprocess.CompletedProcess:
+    """Runs finetune/<name>, without the imports."""
+    command = [*warm_ranks.command(environment()), str(ROOT / "finetune" / name), *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
 def stage_file(folder: Path, stage: int) -> str:

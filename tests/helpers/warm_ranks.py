@@ -1,12 +1,15 @@
-"""Ranks without ten seconds of imports: they are forked from a process that has imported everything a recipe needs.
+"""Processes without ten seconds of imports: forked from one that has imported the libraries.
 
-The recipe, its processes, its signals and its files are real; only the imports are shared. launch.sh and `deepspeed`
-start ranks the ordinary way, and have tests of their own.
+The recipe, its processes, its signals and its files are real; only the imports are shared. `start` runs a rank,
+`command` is the command line for any script of finetune/ or data/, and `environment_folder` makes an environment whose
+`python` runs them this way, for launch.sh. launch.sh and `deepspeed` with the ordinary Python have tests of their own.
 
-    warm_ranks.py PADDING    forks one process per line on stdin, and prints its process id
+    warm_ranks.py PART SOCKET PADDING    for the scripts of one PART, finetune or data, forks one process per line on
+                                         stdin, and prints its process id; and one per connection to SOCKET
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -15,6 +18,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("dia_lora", "dia_full", "higgs_clone", "llama_mot", "diffusion_buffer", "cmgan")
+IMPORTS = {  # data/ needs the codecs, which a recipe may not import
+    "finetune": (*RECIPES, "deepspeed", "peft"),
+    "data": ("encode", "torchaudio", "datasets")
+    + tuple(f"transformers.models.{c}.modeling_{c}" for c in ("dac", "encodec", "higgs_audio_v2_tokenizer")),
+}
 LONGEST_COMMAND = 8000  # bytes of a command line, as `pgrep -f` sees it
 
 
@@ -63,26 +72,52 @@ class WarmRank:
 
 
 STARTED: list[WarmRank] = []  # by the test that runs now
-_server = None
+_servers = {}
 
 
-def start(script: Path, arguments: list[str], environment: dict, stdin: Path | str = "/dev/null") -> WarmRank:
-    """Runs `python script arguments`, forked."""
-    global _server
-    if _server is None or _server.poll() is not None:
-        _server = subprocess.Popen(
-            [sys.executable, __file__, "-" * LONGEST_COMMAND],
+def server(environment: dict, part: str = "finetune") -> subprocess.Popen:
+    """The process that forks, started when it is first needed; `place` is its socket."""
+    if part not in _servers or _servers[part].poll() is not None:
+        place = Path(tempfile.mkdtemp(prefix="warm-")) / "socket"
+        _servers[part] = subprocess.Popen(
+            [sys.executable, __file__, part, place, "-" * LONGEST_COMMAND],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
         )
-        atexit.register(_server.kill)
+        _servers[part].place = place
+        atexit.register(_servers[part].kill)
+        assert _servers[part].stdout.readline() == "ready\n"
+    return _servers[part]
+
+
+def command(environment: dict, python: str = sys.executable, part: str = "finetune") -> list[str]:
+    """What to write before a script of this part instead of `python`."""
+    client = Path(__file__).with_name("warm_client.py")
+    return [sys.executable, "-I", "-S", str(client), str(server(environment, part).place), python]
+
+
+def environment_folder(folder: Path, environment: dict) -> Path:
+    """Makes a folder for AUDIO_FINETUNE_ENV whose `python` forks, or is the ordinary one for anything else than our
+    scripts."""
+    (folder / "bin").mkdir(parents=True)
+    python, cases = folder / "bin" / "python", ""
+    for part in IMPORTS:
+        cases += f'*{part}/*) exec {" ".join(command(environment, str(python), part))} "$@" ;;\n'
+    python.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return folder
+
+
+def start(script: Path, arguments: list[str], environment: dict, stdin: Path | str = "/dev/null") -> WarmRank:
+    """Runs `python script arguments`, forked."""
+    forks = server(environment)
     folder = Path(tempfile.mkdtemp(prefix="warm-rank-"))
     command = [str(script), *map(str, arguments)]
     job = {"command": command, "environment": environment, "folder": str(folder), "stdin": str(stdin)}
-    print(json.dumps(job), file=_server.stdin, flush=True)
-    STARTED.append(WarmRank(int(_server.stdout.readline()), folder))
+    print(json.dumps(job), file=forks.stdin, flush=True)
+    STARTED.append(WarmRank(int(forks.stdout.readline()), folder))
     return STARTED[-1]
 
 
@@ -91,14 +126,19 @@ def start(script: Path, arguments: list[str], environment: dict, stdin: Path | s
 
 def run(job: dict) -> None:
     """In a forked process: becomes `python command`, after a call of WARM_RANK_FIRST="module:function" if that is in
-    its environment."""
-    stream = os.open(Path(job["folder"], "output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(stream, 1), os.dup2(stream, 2)
-    os.dup2(os.open(job["stdin"], os.O_RDONLY), 0)
+    its environment. `streams` of the job: its standard input, output and error, or else there are files for them."""
+    if streams := job.get("streams"):
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        sys.executable = job["python"]
+    else:
+        stream = os.open(Path(job["folder"], "output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(stream, 1), os.dup2(stream, 2)
+        os.dup2(os.open(job["stdin"], os.O_RDONLY), 0)
     set_command_line([sys.executable, *job["command"]])
     os.environ.clear()
     os.environ.update(job["environment"])
-    os.chdir(ROOT)
+    os.chdir(job.get("cwd", ROOT))
     sys.argv = job["command"]
     if not Path(sys.argv[0]).resolve().is_relative_to(ROOT):  # another copy of the house has modules of its own
         for name in [name for name in sys.modules if name.split(".")[0] in ("common", "models")]:
@@ -135,29 +175,58 @@ def fork(job: dict) -> int:
     os._exit(code)
 
 
-def reap(folders: dict[int, str]) -> None:
-    """Writes the exit codes of the processes that have ended."""
-    while folders:
+def reap(folders: dict[int, str], clients: dict[int, socket.socket]) -> None:
+    """Tells the exit codes of the processes that have ended."""
+    while folders or clients:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
+        code = os.waitstatus_to_exitcode(status)
+        if client := clients.pop(pid, None):
+            with contextlib.suppress(OSError), client:  # it may be gone
+                client.sendall(f"{code}\n".encode())
+            continue
         folder = Path(folders.pop(pid))
-        (folder / ".status").write_text(str(os.waitstatus_to_exitcode(status)))
+        (folder / ".status").write_text(str(code))
         (folder / ".status").rename(folder / "status")
 
 
-def main() -> None:
-    sys.path[:0] = [str(ROOT / "finetune"), str(ROOT / "data"), str(ROOT / "tests")]
-    from common.runtime import forbid_codec_imports
+def fork_for(client: socket.socket) -> int:
+    """Forks what a warm client asks for."""
+    message, streams, *_ = socket.recv_fds(client, 1 << 20, 3)
+    while not message.endswith(b"\n"):
+        message += client.recv(1 << 20)
+    pid = fork(json.loads(message) | {"streams": streams})
+    for stream in streams:
+        os.close(stream)
+    client.sendall(f"{pid}\n".encode())
+    return pid
 
-    forbid_codec_imports()
-    for module in (*RECIPES, "deepspeed", "peft"):
+
+def main() -> None:
+    part, place, _ = sys.argv[1:]
+    sys.path[:0] = [str(ROOT / "finetune"), str(ROOT / "data"), str(ROOT / "tests")]
+    if part == "finetune":
+        from common.runtime import forbid_codec_imports
+
+        forbid_codec_imports()
+    for module in IMPORTS[part]:
         importlib.import_module(module)
     gc.freeze()  # collections in the forked processes leave the shared pages alone
-    folders, waiting = {}, b""
+    folders, clients, waiting = {}, {}, b""
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(place)
+    door.listen()
+    print("ready", flush=True)
     while True:
-        reap(folders)
-        if not select.select([0], [], [], 0.02)[0]:
+        reap(folders, clients)
+        ready = select.select([0, door, *clients.values()], [], [], 0.02)[0]
+        for pid in [pid for pid, client in clients.items() if client in ready]:  # it says nothing: it was killed
+            os.kill(pid, signal.SIGKILL)
+        if door in ready:
+            client, _ = door.accept()
+            clients[fork_for(client)] = client
+        if 0 not in ready:
             continue
         if not (read := os.read(0, 65536)):
             break
@@ -167,7 +236,7 @@ def main() -> None:
             pid = fork(job)
             folders[pid] = job["folder"]
             print(pid, flush=True)
-    for pid in folders:
+    for pid in (*folders, *clients):
         os.kill(pid, signal.SIGKILL)
 
 

@@ -387,16 +387,9 @@ def test_mistakes_of_infer_enhance_are_one_sentence(finished, tmp_path, words, s
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
-def run_infer(script: str, *words) -> subprocess.CompletedProcess:
-    command = [support.PYTHON, support.ROOT / "finetune" / "infer" / script, *words]
-    return subprocess.run(
-        command, env=support.environment(), cwd=support.ROOT, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.long
 def test_infer_diagnose_prints_its_checks_and_fails_with_code_2(finished):
-    done = run_infer("diagnose.py", "--run", finished)
+    done = support.run_script("infer/diagnose.py", "--run", finished)
     assert "PASS  perfect estimate" in done.stdout and "FAIL  gain" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 2 and done.stderr.startswith(f"error: {finished}: 1 checks failed: gain")
 
@@ -404,7 +397,7 @@ def test_infer_diagnose_prints_its_checks_and_fails_with_code_2(finished):
 @pytest.mark.long
 def test_infer_diagnose_of_a_recipe_needs_no_weights(pairs):
     small = "--channels 8 --disc-channels 4 --micro-batch 1 --seconds 0.5".split()  # at full size it takes minutes here
-    done = run_infer("diagnose.py", "--recipe", "cmgan", "--eval-data", pairs, *small)
+    done = support.run_script("infer/diagnose.py", "--recipe", "cmgan", "--eval-data", pairs, *small)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS  PESQ labels" in done.stdout and "PASS  memory" in done.stdout and "gain" not in done.stdout
 
@@ -419,7 +412,7 @@ def test_infer_diagnose_of_a_recipe_needs_no_weights(pairs):
     ],
 )
 def test_mistakes_of_infer_commands_exit_with_2_without_a_traceback(script, words, sentence):
-    done = run_infer(script, *words.split())
+    done = support.run_script(f"infer/{script}", *words.split())
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
 
 
@@ -462,11 +455,10 @@ def test_a_test_clip_that_is_trained_on_is_refused(trained, pairs, tmp_path):
 
 @pytest.mark.distributed
 def test_launch_sh_runs_the_embedded_demo(tmp_path):
-    venv = str(Path(support.PYTHON).parent.parent)
     words = "--steps 2 --eval-every 0 --eval-files 2 --probe 8 --seconds 0.5 --samples 1".split()
     done = subprocess.run(
         [support.ROOT / "launch.sh", "cmgan", *words, "--out", tmp_path / "run"],
-        env=support.environment(AUDIO_FINETUNE_ENV=venv),
+        env=support.environment(AUDIO_FINETUNE_ENV=support.VENV),
         capture_output=True,
         text=True,
         check=False,

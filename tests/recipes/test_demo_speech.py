@@ -46,7 +46,7 @@ def judge(speech):
 def demo_run(tmp_path_factory):
     """Output and run folder of `./launch.sh demo`."""
     run = tmp_path_factory.mktemp("demo") / "run"
-    environment = support.environment(AUDIO_FINETUNE_ENV=str(Path(support.PYTHON).parents[1]))
+    environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
     command = [support.ROOT / "launch.sh", "demo", "--out", run]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=run.parent, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -208,7 +208,7 @@ def test_a_merged_model_says_the_same_as_base_and_adapter(heard, demo_run, speec
     from transformers import DiaForConditionalGeneration
 
     words = ["--adapter", demo_run[1] / "export", "--merge", tmp_path / "merged"]
-    subprocess.run([support.PYTHON, support.ROOT / "finetune/infer/dia_speak.py", *words], check=True)
+    support.run_script("infer/dia_speak.py", *words).check_returncode()
     merged = DiaForConditionalGeneration.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     said, expected = (speech_judge.speak(model, speech, range(4))[0] for model in (merged, heard["tuned model"]))
     assert all(np.array_equal(said[number], expected[number]) for number in range(4))

@@ -50,10 +50,10 @@ def deepspeed(words) -> subprocess.Popen:
     )
 
 
-def launch_sh(words) -> subprocess.Popen:
+def launch_sh(words, venv=support.VENV) -> subprocess.Popen:
     return subprocess.Popen(
         ["env", "--default-signal=INT", support.ROOT / "launch.sh", "dia_lora", *words],
-        env=support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON)))),
+        env=support.environment(AUDIO_FINETUNE_ENV=str(venv)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,7 +77,7 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path, start
     faults.assert_same_run(run, whole)
 
 
-def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tmp_path):
+def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, warm_environment, tmp_path):
     """Each stops all ranks at the same step with a checkpoint of it, code 75 and no process left; the next start goes
     on from there. DeepSpeed's own runner and launcher (of the command `deepspeed`) die of most of them without a word
     to the ranks, and have codes of their own."""
@@ -91,7 +91,8 @@ def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tm
             if target == "rank 0" and number != signal.SIGINT:
                 continue  # as rank 1
             by_deepspeed = target in ("runner", "launcher")
-            started = (deepspeed if by_deepspeed else launch_sh)([*job(run), *words])
+            flags = [*job(run), *words]
+            started = deepspeed(flags) if by_deepspeed else launch_sh(flags, warm_environment)
             support.wait_for_step(run, stopped + 1)
             pid = {"launch.sh": started.pid, **faults.job_processes(run)}[target]
             os.kill(pid, number)
@@ -128,7 +129,7 @@ def test_a_closed_terminal_stops_the_run_in_order(demo, tmp_path):
     """SIGHUP, and nothing can be printed any more."""
     run = tmp_path / "run"
     master, terminal = os.openpty()
-    environment = support.environment(AUDIO_FINETUNE_ENV=str(os.path.dirname(os.path.dirname(support.PYTHON))))
+    environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
     started = subprocess.Popen(
         # Below nohup it would be deaf to it.
         ["env", "--default-signal=HUP", support.ROOT / "launch.sh", "dia_lora", *job(run), "--steps", "5000"]

@@ -1,10 +1,10 @@
 """What the flags of the Dia LoRA recipe do, each shown on a short run of one rank in this process."""
 
+import functools
 import hashlib
 import json
 import re
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -354,9 +354,7 @@ def adapter(demo, tmp_path_factory):
     return folder
 
 
-def speak_script(*arguments) -> subprocess.CompletedProcess:
-    command = [support.PYTHON, support.ROOT / "finetune" / "infer" / "dia_speak.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=support.environment(), check=False)
+speak_script = functools.partial(support.run_script, "infer/dia_speak.py")
 
 
 @pytest.mark.long

@@ -1,8 +1,8 @@
 """What the flags of the Higgs recipe do and refuse, on short runs of one rank in this process, and using the result."""
 
+import functools
 import json
 import shutil
-import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -220,15 +220,7 @@ def test_the_export_is_the_best_that_the_guard_lets_through(trained, higgs_demo,
 # ---- the result, used --------------------------------------------------------------------------------------------
 
 
-def speak_script(*arguments) -> subprocess.CompletedProcess:
-    command = [
-        support.PYTHON,
-        "-W",
-        "ignore",
-        support.ROOT / "finetune" / "infer" / "higgs_speak.py",
-        *map(str, arguments),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, env=support.environment(), check=False)
+speak_script = functools.partial(support.run_script, "infer/higgs_speak.py")
 
 
 @pytest.fixture(scope="module")

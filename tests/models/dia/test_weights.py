@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,12 +88,7 @@ def test_a_stereo_checkpoint_loads_as_it_is(mono, tmp_path):
 
 
 def convert(*words) -> str:
-    done = subprocess.run(
-        [support.PYTHON, support.ROOT / "finetune" / "infer" / "dia_convert.py", *map(str, words)],
-        env=support.environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = support.run_script("infer/dia_convert.py", *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -69,7 +69,7 @@ def follows(wave: np.ndarray, rate: int, caption: str) -> dict[str, bool]:
         abs(tone - pitch) < HALF_STEP for (tone, _), pitch in zip(heard, pitches, strict=True)
     )
     # The two tempos are 0.06 s apart.
-    tempo = bool(heard) and abs(np.median([length for _, length in heard]) - seconds) < 0.03
+    tempo = bool(heard and abs(np.median([length for _, length in heard]) - seconds) < 0.03)
     return {"melody": melody, "tempo": tempo}
 
 

@@ -37,7 +37,7 @@ def captions(demo_mot):
     texts = {"train": [], "eval": []}
     for row in range(len(tokens)):
         texts[tokens.label("split", row)].append(tokens.text(row))
-    assert len(texts["eval"]) == 24 and not set(texts["eval"]) & set(texts["train"])
+    assert len(texts["eval"]) == 16 and not set(texts["eval"]) & set(texts["train"])
     return texts["eval"]
 
 

@@ -110,7 +110,8 @@ class Config(MusicFlags):
     )
 
 
-# The demo trains from random weights, so music also needs its own attention and a high learning rate everywhere.
+# The demo trains from random weights, so music also needs its own attention and a high learning rate everywhere. One
+# frame per position lets a step hold more clips.
 DEMO = {
     "untie": "all",
     "layout": "delay",

@@ -110,15 +110,17 @@ class Config(MusicFlags):
     )
 
 
-# The demo trains from random weights, so music also needs its own attention and a high learning rate everywhere.
+# The demo trains from random weights, so music also needs its own attention and a high learning rate everywhere. One
+# frame per position lets a step hold more clips.
 DEMO = {
     "untie": "all",
+    "layout": "delay",
     "lr": 4e-3,
     "copied_lr": 1.0,
     "weight_decay": 0.5,
     "steps": 400,
     "warmup": 10.0,
-    "micro_tokens": 500,
+    "micro_tokens": 750,
     "precision": "fp32",
     "guidance": 1.0,
     "temperature": 0.0,

@@ -19,7 +19,6 @@ from demos.dia import SEED
 from lib.store import write_json
 
 RATE, HOP = 32000, 640  # 20 ms per frame: whole periods of every multiple of 50 Hz
-CLIPS = {"train": 56, "eval": 8}
 
 # INSTRUMENTS: loudness of the harmonics. MELODIES: steps of the scale. TEMPOS: frames per tone.
 INSTRUMENTS = {
@@ -29,14 +28,19 @@ INSTRUMENTS = {
     "violin": (0.8, 1.0, 0.7, 0.6, 0.5, 0.4),
 }
 MELODIES = {
-    "a rising line": (0, 1, 2, 3),
-    "a falling line": (3, 2, 1, 0),
+    "a rise": (0, 1, 2, 3),
+    "a fall": (3, 2, 1, 0),
     "a trill": (0, 1, 0, 1),
-    "a wide leap": (0, 3, 0, 3),
+    "a leap": (0, 3, 0, 3),
+    "an arch": (0, 2, 3, 1),
+    "a valley": (3, 1, 0, 2),
+    "a zigzag": (1, 3, 0, 2),
+    "a sigh": (2, 1, 2, 0),
 }
 REGISTERS = {"low": 4, "high": 12}  # lowest tone, in multiples of 50 Hz
 TEMPOS = {"slowly": 10, "quickly": 7}
-FADE = 0.9  # what is left of a tone's loudness after a frame
+TONE, HISS = 0.2, 0.03  # loudness of a tone, and of the hiss with which it begins
+FADE = 0.8  # what is left of the hiss after a frame
 QUIET = 1e-4  # loudness inside the codec
 
 
@@ -66,21 +70,22 @@ def build_parts(folder: Path, final: Path) -> None:
 def write_corpus(folder: Path) -> list[str]:
     """Each caption is a different combination; the eval captions combine words that all occur in training.
 
-    Of the 8 tunes (melody and tempo), each sound (instrument and register) has one that is only in the evaluation.
+    Of the 16 tunes (melody and tempo), each sound (instrument and register) has two that are only in the evaluation.
+    Each tune is held out once: other instruments play it in this register, and this one in the other register.
     """
     import numpy as np
     import soundfile
 
     folder.mkdir()
     sounds, tunes = list(itertools.product(INSTRUMENTS, REGISTERS)), list(itertools.product(MELODIES, TEMPOS))
-    held_out = [8 * sound + 3 * sound % 8 for sound in range(8)]
-    order = np.random.default_rng(SEED).permutation([kind for kind in range(64) if kind not in held_out])
+    held_out = [16 * sound + (2 * sound + 9 * pick) % 16 for sound in range(8) for pick in range(2)]
+    order = np.random.default_rng(SEED).permutation([kind for kind in range(128) if kind not in held_out])
     rows = []
     for number, kind in enumerate([*order, *held_out]):
-        (instrument, register), (melody, tempo) = sounds[kind // 8], tunes[kind % 8]
+        (instrument, register), (melody, tempo) = sounds[kind // 16], tunes[kind % 16]
         ytid = f"{'-' if number % 7 == 0 else 'm'}{number:03d}usicDemo"[:11]  # some real ids start with "-", too
         soundfile.write(folder / f"{ytid}.wav", play(instrument, melody, register, tempo), RATE, subtype="PCM_16")
-        is_held_out = number >= CLIPS["train"]
+        is_held_out = number >= len(order)
         row = {"ytid": ytid, "start_s": 0, "end_s": 10, "audioset_positive_labels": "/m/04rlf"}
         row |= {"aspect_list": str([instrument, register, tempo]), "author_id": 0}
         row["caption"] = f"The {instrument} {tempo} plays {melody} in the {register} register."
@@ -101,14 +106,30 @@ def play(instrument: str, melody: str, register: str, tempo: str):
 
 
 def tone(harmonics, base: int, frames: int):
-    """A plucked tone of `base` times 50 Hz. It lasts whole codec frames with whole periods in each, so the same tone
-    always has the same codes, and it fades, so that they tell how long it has sounded."""
+    """A tone of `base` times 50 Hz that begins with a hiss. It lasts whole codec frames with whole periods in each, so
+    the same tone always has the same codes. The fading hiss tells how long it has sounded."""
+    import numpy as np
+
+    return np.tile(period(harmonics, base), frames) + np.concatenate([hiss(age) for age in range(frames)])
+
+
+def period(harmonics, base: int):
+    """One frame of a steady tone."""
     import numpy as np
 
     time = np.arange(HOP) / RATE
-    period = sum(loud * np.sin(2 * np.pi * 50 * base * (n + 1) * time) for n, loud in enumerate(harmonics))
-    wave = np.tile(period / np.sqrt((period**2).mean()), frames)
-    return 0.2 * wave * FADE ** (np.arange(len(wave)) / HOP)
+    wave = sum(loud * np.sin(2 * np.pi * 50 * base * (n + 1) * time) for n, loud in enumerate(harmonics))
+    return TONE * wave / np.sqrt((wave**2).mean())
+
+
+def hiss(age: int):
+    """One frame of noise, higher than all harmonics, as it sounds `age` frames after a tone has begun."""
+    import numpy as np
+
+    lines = np.arange(220, 260)  # multiples of 50 Hz
+    phases = np.random.default_rng(SEED).uniform(0, 2 * np.pi, len(lines))
+    wave = np.sin(2 * np.pi * 50 * lines * np.arange(HOP)[:, None] / RATE + phases).sum(1)
+    return HISS * FADE**age * wave / np.sqrt((wave**2).mean())
 
 
 # ---------------------------------------------------------------- models
@@ -117,10 +138,12 @@ def tone(harmonics, base: int, frames: int):
 def save_codec(folder: Path):
     """A codec that is fitted to the demo's tones instead of trained.
 
-    A frame of such a tone is a multiple of one of few waveforms. So linear layers suffice: each stage of the encoder
-    keeps the coordinates of a longer piece of sound (4, 16, 80, 640 samples) in the space of all such pieces, and the
-    decoder goes back. The first codebook holds these waveforms, and near silence: its code tells instrument and pitch.
-    The others hold random remainders: their codes tell how much of the tone is left.
+    A frame of such a tone is the sum of two of few waveforms. So linear layers suffice: each stage of the encoder keeps
+    the coordinates of a longer piece of sound (4, 16, 80, 640 samples) in the space of all such pieces, and the decoder
+    goes back. The codebooks go from coarse to fine: the first holds the mean of all instruments for each pitch, the
+    second how each instrument differs from it, the third the fading hiss; nothing remains for the fourth. So what the
+    words of a caption say is told by different codes, which the tiny model can combine anew. The other entries are
+    next to nothing, and unused.
     """
     import torch
     from transformers import EncodecConfig, EncodecModel
@@ -167,44 +190,26 @@ def save_codec(folder: Path):
 
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
-        latents = model.encoder(random_frames(waves_nt, generator)[:, None])[..., 0]
-        for number, layer in enumerate(model.quantizer.layers):
-            book, size = layer.codebook, config.codebook_size
-            latents = latents[torch.randperm(len(latents), generator=generator)]
-            if number == 0:
-                book.embed.copy_(0.01 * latents[:size])
-                middle = FADE ** (max(TEMPOS.values()) / 2)
-                book.embed[: len(waves_nt)] = middle * model.encoder(waves_nt.float()[:, None])[..., 0]
-            else:
-                book.embed.copy_(latents[:size])
-                latents = latents[size:]  # of the others, nothing would remain
-            latents = latents - book.decode(book.encode(latents))
+        *tones, hiss_h = model.encoder(waves_nt.float()[:, None])[..., 0]
+        tones_pih = torch.stack(tones).unflatten(0, (-1, len(INSTRUMENTS)))
+        pitches_ph = tones_pih.mean(1)
+        timbres_nh = (tones_pih - pitches_ph[:, None]).flatten(0, 1)
+        fading_nh = torch.stack([FADE**age * hiss_h for age in range(max(TEMPOS.values()))])
+        entries = pitches_ph, timbres_nh, fading_nh, torch.zeros_like(hiss_h[None])
+        for layer, entries_nh in zip(model.quantizer.layers, entries, strict=True):
+            book_nh = layer.codebook.embed
+            book_nh.copy_(0.01 * pitches_ph.std() * torch.randn(book_nh.shape, generator=generator))
+            book_nh[: len(entries_nh)] = entries_nh
     model.save_pretrained(folder)
     return model
 
 
 def all_waveforms():
-    """One frame of every tone of every instrument, (N, HOP)."""
+    """One frame of every tone of every instrument, and of the hiss, (N, HOP)."""
     import numpy as np
 
     bases = sorted({low + 2 * step for low in REGISTERS.values() for steps in MELODIES.values() for step in steps})
-    return np.stack([tone(sound, base, 1) for base in bases for sound in INSTRUMENTS.values()])
-
-
-def random_frames(waves_nt, generator):
-    """Tones of two instruments together, in all mixtures and of all loudnesses."""
-    import torch
-
-    count, kinds = 8192, len(INSTRUMENTS)
-
-    def draw(end: int):
-        return torch.randint(end, (count,), generator=generator)
-
-    base = kinds * draw(len(waves_nt) // kinds)
-    share, loudness = torch.rand(2, count, 1, generator=generator)
-    share = share**3  # mostly one of the two
-    frames = share * waves_nt[base + draw(kinds)] + (1 - share) * waves_nt[base + draw(kinds)]
-    return ((0.3 + 0.7 * loudness) * frames).float()
+    return np.stack([*(period(sound, base) for base in bases for sound in INSTRUMENTS.values()), hiss(0)])
 
 
 def set_taps(convolution, taps_oik) -> None:

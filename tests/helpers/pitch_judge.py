@@ -27,7 +27,7 @@ def track(wave: np.ndarray, rate: int) -> np.ndarray:
         frame = frame - frame.mean()
         power = np.concatenate([[0.0], np.cumsum(frame**2)])
         both = np.sqrt(power[size - lags] * (power[size] - power[lags])) + 1e-9  # of the parts that overlap
-        correlation = np.array([frame[: size - lag] @ frame[lag:] for lag in lags]) / both
+        correlation = np.fft.irfft(np.abs(np.fft.rfft(frame, 2 * size)) ** 2)[: len(lags)] / both
         middle = correlation[1:-1]
         peaks = 1 + np.flatnonzero((middle >= correlation[:-2]) & (middle >= correlation[2:]))
         peaks = peaks[(peaks >= shortest) & (peaks <= longest)]
@@ -69,7 +69,7 @@ def follows(wave: np.ndarray, rate: int, caption: str) -> dict[str, bool]:
         abs(tone - pitch) < HALF_STEP for (tone, _), pitch in zip(heard, pitches, strict=True)
     )
     # The two tempos are 0.06 s apart.
-    tempo = bool(heard) and abs(np.median([length for _, length in heard]) - seconds) < 0.03
+    tempo = bool(heard and abs(np.median([length for _, length in heard]) - seconds) < 0.03)
     return {"melody": melody, "tempo": tempo}
 
 

@@ -77,7 +77,7 @@ def test_greedy_codes_are_those_of_the_whole_sequence_computed_anew(demo_mot, or
     model = build(demo_mot, untie="all", order=order).eval()
     with torch.no_grad():
         for parameter in (model.audio_embed.weight, model.head.weight):
-            parameter.mul_(30)  # so that codes depend on what came before
+            parameter.mul_(10)  # so that codes depend on what came before, captions included
     made = generate(model, CAPTIONS, 6, [0, 0, 0], temperature=0.0, min_frames=6)
     for text, (codes, ended) in zip(CAPTIONS, made, strict=True):
         assert codes.shape == (6, 4) and not ended

@@ -19,7 +19,8 @@ os.environ.update(support.CPU)
 # launch.sh starts two workers (pytest-xdist), each of which runs whole files: their fixtures are made once.
 
 REMINDER_SECONDS = 60
-LONGEST = ("test_multinode.py", "test_docs.py", "test_demo_speech.py", "test_dia_lora_faults.py")
+LONGEST = ("test_multinode.py", "test_demo_speech.py", "test_demo_clone.py", "test_demo_music.py")
+LONGEST += ("test_dia_lora_faults.py", "test_docs.py")
 TRAINING = ("recipes", "tests", "diffusion_buffer")  # folders whose tests train, or start commands
 
 

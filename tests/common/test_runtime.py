@@ -129,7 +129,10 @@ def test_only_secrets_are_replaced(monkeypatch):
     assert redact("x hf_abcdefgh-0123456789 visible1") == "x <HF_TOKEN>-<WANDB_API_KEY> visible1"
 
 
-@pytest.mark.parametrize("flags", ["", "quantize='4bit'", "optimizer='adamw8bit'", "fit='24GB'"])
+NEEDED = ("quantize='4bit'", "optimizer='adamw8bit'", "fit='24GB'")
+
+
+@pytest.mark.parametrize("flags", ["", *(pytest.param(flags, marks=pytest.mark.long) for flags in NEEDED)])
 def test_only_what_a_run_does_not_need_is_hidden_from_the_libraries(flags):
     body = f"""
 import importlib.util

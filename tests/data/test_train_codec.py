@@ -41,6 +41,7 @@ def spectral_error(codec: DacModel, wave: np.ndarray) -> float:
     return float(np.abs(20 * np.log10(spectra[0] / spectra[1])).mean())
 
 
+@pytest.mark.long
 def test_it_learns_a_codec_that_transformers_loads(script, source, tmp_path):
     code, out, err = script("train_codec", "--source", source, "--out", tmp_path / "codec", *SMALL, "--steps", 120)
     assert code == 0, err

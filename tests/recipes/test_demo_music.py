@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.distributed]
 def demo_run(tmp_path_factory):
     """Output and run folder of `./launch.sh llama_mot`."""
     run = tmp_path_factory.mktemp("demo") / "run"
-    environment = support.environment(AUDIO_FINETUNE_ENV=str(Path(support.PYTHON).parents[1]))
+    environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
     command = [support.ROOT / "launch.sh", "llama_mot", "--out", run]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=run.parent, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -174,6 +174,7 @@ def test_fit_needs_deepspeed(config_of):
 # ---- enhancers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [

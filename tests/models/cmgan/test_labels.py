@@ -115,6 +115,7 @@ def learn(estimate, pesq, policy: str) -> dict[str, float]:
         return watch.agreement(judge(clean, other).numpy(), label.numpy())
 
 
+@pytest.mark.long
 def test_mutation_averaged_labels_and_skipped_batches_teach_less(estimate, scorer):
     from common.scorer import collect
 

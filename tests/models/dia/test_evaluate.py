@@ -358,6 +358,7 @@ def test_memorised_clips_are_spoken_exactly_with_their_ends(tiny_dia, make_clips
         assert np.array_equal(found, expected)
 
 
+@pytest.mark.long
 def test_memorised_clips_are_spoken_after_the_recording_that_they_continue(tiny_dia, make_clips, random_codes):
     """Two speakers say the same text differently: which of them is meant only the recording tells."""
     codes = random_codes(16, 16, 9, 9)
@@ -371,6 +372,7 @@ def test_memorised_clips_are_spoken_after_the_recording_that_they_continue(tiny_
         assert ended and np.array_equal(found, codes[i])
 
 
+@pytest.mark.long
 def test_without_the_delayed_tail_in_the_labels_the_ends_are_lost(tiny_dia, make_clips, random_codes):
     """What other trainers do: the delayed stream is cut at T, with EOS in all channels at once."""
     codes, texts = random_codes(24, 19), ["[S1] bada gumi.", "[S1] lono [S2] sike."]

@@ -184,7 +184,10 @@ def build_model(config: Config, ds: dict) -> MoTLlama:
     if config.profile == "legacy" and config.ids != "shared":
         raise UserError("--profile legacy needs --ids shared.")
     if config.layout == "delay" and (config.ids == "shared" or config.loss_vocab == "all"):
-        raise UserError("--layout delay predicts 4 codes at once: it needs --ids offset and --loss-vocab audio.")
+        raise UserError(
+            "--layout delay (the demo's) predicts 4 codes at once: it needs --ids offset and --loss-vocab audio; or use"
+            " --layout flat."
+        )
     if stage_of(ds) == 3 and config.quantize != "none":
         raise UserError(f"--quantize {config.quantize} needs ZeRO-2: a quantised Llama cannot be sharded.")
     if config.samples and config.guidance != 1 and not config.text_dropout:

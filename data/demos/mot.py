@@ -110,7 +110,7 @@ def tone(harmonics, base: int, frames: int):
     the same tone always has the same codes. The fading hiss tells how long it has sounded."""
     import numpy as np
 
-    return np.tile(period(harmonics, base), frames) + np.concatenate([hiss(age) for age in range(frames)])
+    return np.tile(period(harmonics, base), frames) + np.outer(FADE ** np.arange(frames), hiss()).flatten()
 
 
 def period(harmonics, base: int):
@@ -122,14 +122,14 @@ def period(harmonics, base: int):
     return TONE * wave / np.sqrt((wave**2).mean())
 
 
-def hiss(age: int):
-    """One frame of noise, higher than all harmonics, as it sounds `age` frames after a tone has begun."""
+def hiss():
+    """One frame of noise, higher than all harmonics, as it sounds in the first frame of a tone."""
     import numpy as np
 
     lines = np.arange(220, 260)  # multiples of 50 Hz
     phases = np.random.default_rng(SEED).uniform(0, 2 * np.pi, len(lines))
     wave = np.sin(2 * np.pi * 50 * lines * np.arange(HOP)[:, None] / RATE + phases).sum(1)
-    return HISS * FADE**age * wave / np.sqrt((wave**2).mean())
+    return HISS * wave / np.sqrt((wave**2).mean())
 
 
 # ---------------------------------------------------------------- models
@@ -209,7 +209,7 @@ def all_waveforms():
     import numpy as np
 
     bases = sorted({low + 2 * step for low in REGISTERS.values() for steps in MELODIES.values() for step in steps})
-    return np.stack([*(period(sound, base) for base in bases for sound in INSTRUMENTS.values()), hiss(0)])
+    return np.stack([*(period(sound, base) for base in bases for sound in INSTRUMENTS.values()), hiss()])
 
 
 def set_taps(convolution, taps_oik) -> None:

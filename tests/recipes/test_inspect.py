@@ -286,7 +286,7 @@ def test_higgs_text_labels_are_the_tokens_after_the_reference(higgs_demo):
 # ---- Llama MoT -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [[], ["--layout", "delay"], ["--loss-vocab", "all"]], ids=["flat", "delay", "all"])
+@pytest.mark.parametrize("flags", [["flat"], ["delay"], ["flat", "--loss-vocab", "all"]], ids=["flat", "delay", "all"])
 def test_mot_shows_the_loss_of_both_experts_on_every_token(demo_mot, flags):
     import llama_mot
     from common.runtime import Process
@@ -296,7 +296,7 @@ def test_mot_shows_the_loss_of_both_experts_on_every_token(demo_mot, flags):
 
     row = next(row for row in load_from_disk(str(demo_mot / "tokens")) if row["split"] == "train")
     codes = np.array(row["codes"]).reshape(-1, 4)
-    words = ["--text-dropout", "0", "--codebook-weights", "1", "2", "1", "1", *flags]
+    words = ["--text-dropout", "0", "--codebook-weights", "1", "2", "1", "1", "--layout", *flags]
     found = inspect("--recipe", "llama_mot", f"--clip={row['id']}", *words)
     text = Tokenizer(str(demo_mot / "llama"))([row["text"]])[0]
     ids, bos, eos = codes + 256 + 2048 * np.arange(4), 256 + 4 * 2048, 257 + 4 * 2048
@@ -325,9 +325,9 @@ def test_mot_shows_the_loss_of_both_experts_on_every_token(demo_mot, flags):
         "musicgen": str(demo_mot / "musicgen"),
         "data": str(demo_mot / "tokens"),
     }
-    config = llama_mot.Config(**llama_mot.DEMO | config | {"text_dropout": 0.0, "samples": 0} | (
-        {"layout": "delay"} if "delay" in flags else {"loss_vocab": "all"} if "all" in flags else {}
-    ))  # fmt: skip
+    config |= {"text_dropout": 0.0, "samples": 0, "layout": flags[0]}
+    config |= {"loss_vocab": "all"} if "all" in flags else {}
+    config = llama_mot.Config(**llama_mot.DEMO | config)
     model = llama_mot.build_model(config, DS)
     clips = llama_mot.build_data(
         config.data, model, Tokenizer(config.model), config, Process(0, 1, torch.device("cpu")), train=True

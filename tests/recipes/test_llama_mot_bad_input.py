@@ -89,8 +89,8 @@ def test_a_code_out_of_range_names_the_clip(run, clips, tmp_path, monkeypatch):
     [
         ({"musicgen": ""}, "name one with --musicgen"),
         ({"profile": "legacy"}, "--profile legacy needs --ids shared"),
-        ({"layout": "delay", "ids": "shared"}, "--layout delay predicts 4 codes at once"),
-        ({"layout": "delay", "loss_vocab": "all"}, "--layout delay predicts 4 codes at once"),
+        ({"layout": "delay", "ids": "shared"}, "predicts 4 codes at once: it needs --ids offset"),
+        ({"layout": "delay", "loss_vocab": "all"}, "predicts 4 codes at once: it needs --ids offset"),
         ({"train_parts": ["nothing"]}, "--train-parts nothing: choose from"),
         ({"text_dropout": 0.0, "samples": 1}, "set --text-dropout above 0"),
         ({"codebook_weights": [1.0]}, "--codebook-weights takes 4 numbers"),

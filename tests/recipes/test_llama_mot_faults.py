@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
 # 112 clips in micro-batches of 5 to 7: the 15 steps cross epochs, and dropout, average and evaluation are state.
 JOB = (
-    "--untie all --precision fp32 --lr 3e-3 --warmup 2 --steps 15 --micro-tokens 900 --ema 0.9 --samples 0 "
-    "--text-dropout 0.3 --eval-every 5 --save-every 5"
+    "--untie all --layout flat --precision fp32 --lr 3e-3 --warmup 2 --steps 15 --micro-tokens 900 --ema 0.9 "
+    "--samples 0 --text-dropout 0.3 --eval-every 5 --save-every 5"
 ).split()
 
 

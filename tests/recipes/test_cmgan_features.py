@@ -158,10 +158,8 @@ def noise(seed) -> np.ndarray:
     return np.random.default_rng(seed).integers(-500, 500, 9000, dtype=np.int16)
 
 
-@pytest.mark.parametrize(
-    ("steps", "seconds", "decibels"), [(32, 0.35, 16), pytest.param(80, 0.5, 20, marks=pytest.mark.long)]
-)
-def test_memorising_one_pair_the_ear_follows_the_loss(trained, tmp_path, pairs, steps, seconds, decibels):
+def test_memorising_one_pair_the_ear_follows_the_loss(trained, tmp_path, pairs):
+    seconds, steps = 0.35, 32
     data, samples = PairDataset(str(pairs), 16000), int(16000 * seconds)
     clean = data.clean(0)[:samples].astype(np.float64)
     hiss = np.random.default_rng(0).normal(size=samples)
@@ -176,7 +174,7 @@ def test_memorising_one_pair_the_ear_follows_the_loss(trained, tmp_path, pairs, 
     )  # fmt: skip
     evals = [record for record in support.metrics(run) if record.get("event") == "eval"]
     losses, scores = ([record[name] for record in evals] for name in ("loss", "pesq"))
-    assert evals[-1]["si_sdr"] > decibels, evals[-1]["si_sdr"]
+    assert evals[-1]["si_sdr"] > 16, evals[-1]["si_sdr"]  # 80 steps reach 20 dB
     # Once the pair is known (measured: PESQ 1.0, 2.8, 3.1 at the first three) the adversarial term moves both a little.
     assert losses[0] > losses[1] > losses[2] and scores[0] < scores[1] < scores[2]
     assert losses[-1] < losses[0] / 5 and scores[-1] > 2

@@ -58,7 +58,9 @@ def save_codec(folder: Path, dac: Path) -> None:
     sound, but for DAC's final tanh, which Higgs does not have."""
     import torch
     from transformers import DacModel, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     source = DacModel.from_pretrained(dac, dtype=torch.float32)
     config = source.config
     # Higgs also hears through a HuBERT, whose output counts for nothing here. Its frames must have the codec's length.

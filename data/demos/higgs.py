@@ -165,8 +165,30 @@ def tiny_tokenizer():
     return fast
 
 
-def save_model(folder: Path, codec: Path, final_codec: Path) -> None:
-    """All files of a hub folder in transformers format; stream ids, codebooks and their size are the real ones."""
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.1,
+}
+
+
+def save_model(
+    folder: Path,
+    codec: Path,
+    final_codec: Path,
+    tokenizer=None,
+    sizes: dict = SIZES,
+    text_head: bool = True,
+    seed: int = SEED,
+) -> None:
+    """All files of a hub folder in transformers format, with random weights. The model speaks through `codec`, which
+    its processor calls `final_codec`; the stream ids follow the codec's own: the real ids for a real codec.
+
+    `text_head`: the published weights include one, though generating speech never uses it."""
     import torch
     from transformers import (
         DacFeatureExtractor,
@@ -177,19 +199,19 @@ def save_model(folder: Path, codec: Path, final_codec: Path) -> None:
         HiggsAudioV2TokenizerModel,
     )
 
-    tokenizer = tiny_tokenizer()
+    tokenizer = tokenizer or tiny_tokenizer()
     token = tokenizer.convert_tokens_to_ids
-    torch.manual_seed(SEED)
+    audio_tokenizer = HiggsAudioV2TokenizerModel.from_pretrained(codec)
+    audio_tokenizer.name_or_path = str(final_codec)  # only the name is saved, and the folder may be renamed
+    sound = audio_tokenizer.config
+    torch.manual_seed(seed)
     config = HiggsAudioV2Config(
+        **sizes,
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        codebook_size=1026,
-        initializer_range=0.1,
+        num_codebooks=sound.num_quantizers,
+        codebook_size=sound.codebook_size + 2,
+        audio_stream_bos_id=sound.codebook_size,
+        audio_stream_eos_id=sound.codebook_size + 1,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         pad_token_id=token("<|end_of_text|>"),
         eos_token_id=token("<|eot_id|>"),
@@ -197,16 +219,20 @@ def save_model(folder: Path, codec: Path, final_codec: Path) -> None:
         audio_bos_token_id=token("<|audio_out_bos|>"),
         audio_delay_token_id=token("<|reserved_special_token_6|>"),
     )
-    # The published weights include a text head, though generating speech never uses it.
-    model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=True)
+    model = HiggsAudioV2ForConditionalGeneration(config, use_text_head=text_head)
     model.generation_config = GenerationConfig(
         eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, ras_win_len=7, ras_win_max_num_repeat=2
     )
     model.save_pretrained(folder)
-    audio_tokenizer = HiggsAudioV2TokenizerModel.from_pretrained(codec)
-    audio_tokenizer.name_or_path = str(final_codec)  # only the name is saved, and the folder will be renamed
-    extractor = DacFeatureExtractor(feature_size=1, hop_length=1, sampling_rate=24000, padding_side="right")
-    processor = HiggsAudioV2Processor(extractor, tokenizer, audio_tokenizer, chat_template=CHAT_TEMPLATE.strip())
+    extractor = DacFeatureExtractor(feature_size=1, hop_length=1, sampling_rate=sound.sample_rate, padding_side="right")
+    processor = HiggsAudioV2Processor(
+        extractor,
+        tokenizer,
+        audio_tokenizer,
+        chat_template=CHAT_TEMPLATE.strip(),
+        audio_stream_bos_id=config.audio_stream_bos_id,
+        audio_stream_eos_id=config.audio_stream_eos_id,
+    )
     processor.save_pretrained(folder)
     saved = json.loads((folder / "processor_config.json").read_text())["audio_tokenizer"]
     assert saved["audio_tokenizer_name_or_path"] == str(final_codec), saved

@@ -83,17 +83,20 @@ def measures_of(config: RunConfig) -> list[str]:
     return words + (["--dnsmos"] if getattr(config, "dnsmos", False) else [])
 
 
-def demo_measures(config: RunConfig, grammar: Path) -> dict[str, str]:
-    """Flags that score the demo's samples with the packages of requirements-scoring.txt, as far as they are there, and
-    that select the best by word error rate: the loss is lowest long before the new voice reads best."""
+def demo_measures(config: RunConfig, grammar: Path | None = None) -> dict[str, str]:
+    """Flags that score a demo's samples with the packages of requirements-scoring.txt, as far as they are there, and
+    that select the best by them: the loss is lowest long before the new voice reads best.
+
+    `grammar`: of what is said, for the word error rate, which then decides; without it, speaker similarity does."""
     has = {name for name in ("pocketsphinx", "resemblyzer", "webrtcvad") if find_spec(name)}
     if len(has) < 3:
         say("note: word error rate and speaker similarity need pip install --no-deps -r requirements-scoring.txt")
-    wer = f"pocketsphinx:{grammar}" if "pocketsphinx" in has else ""
+    wer = f"pocketsphinx:{grammar}" if grammar and "pocketsphinx" in has else ""
     similarity = "resemblyzer" if {"resemblyzer", "webrtcvad"} <= has else ""
     measures = {"wer": config.wer or wer, "similarity": config.similarity or similarity}
-    by_wer = config.best_by == "loss" and config.samples and measures["wer"]
-    return measures | ({"best_by": "wer"} if by_wer else {})
+    best_by = "wer" if grammar else "similarity"
+    by_score = config.best_by == "loss" and config.samples and measures[best_by]
+    return measures | ({"best_by": best_by} if by_score else {})
 
 
 def asked(config: RunConfig) -> bool:

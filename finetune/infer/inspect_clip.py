@@ -26,7 +26,7 @@ from common.runtime import forbid_codec_imports, run_main, say, skip_unused_impo
 RECIPES = {
     "dia_lora": ("dia", "speech", {"model": "dia", "data": "tokens/train"}),
     "dia_full": ("dia", "speech", {"model": "dia", "data": "tokens/train"}),
-    "higgs_clone": ("higgs", "higgs", {"model": "model", "data": "tokens/train"}),
+    "higgs_clone": ("higgs", "clone", {"model": "model", "data": "tokens/train"}),
     "llama_mot": ("mot", "mot", {"model": "llama", "musicgen": "musicgen", "data": "tokens"}),
     "cmgan": ("cmgan", "pairs", {"data": "mild"}),
     "diffusion_buffer": ("diffusion_buffer", "pairs", {"data": "strong"}),

@@ -110,7 +110,7 @@ def test_same_bytes_again_and_a_changed_key_rebuilds(built, tmp_path):
 def test_every_file_in_demos_is_a_model():
     import demo
 
-    assert demo.find_models() == ["dia", "higgs", "mot", "pairs", "speech"]
+    assert demo.find_models() == ["clone", "dia", "higgs", "mot", "pairs", "speech"]
 
 
 def test_foreign_folder_is_refused(script, tmp_path):

@@ -261,10 +261,11 @@ def test_higgs_text_labels_are_the_tokens_after_the_reference(higgs_demo):
     reference = read_row(higgs_demo / "tokens/train", row["ref"])
     tokenizer = AutoTokenizer.from_pretrained(higgs_demo / "model")
     ids, frames, _, begin = higgs_layout(tokenizer, row, reference)
-    found = inspect("--recipe", "higgs_clone", "--clip", row["id"], "--text-loss", 0.5)
-    words, is_audio = np.array(ids), np.isin(ids, (266, 264))
+    words = ["--model", higgs_demo / "model", "--data", higgs_demo / "tokens/train", "--precision", "fp32"]
+    found = inspect("--recipe", "higgs_clone", *words, "--clip", row["id"], "--text-loss", 0.5)
+    tokens, is_audio = np.array(ids), np.isin(ids, (266, 264))
     after = np.flatnonzero(is_audio[:begin])[-1] + 1
-    expected = [words[p + 1] if p + 1 < len(ids) and p + 1 >= after and not is_audio[p + 1] else IGNORE
+    expected = [tokens[p + 1] if p + 1 < len(ids) and p + 1 >= after and not is_audio[p + 1] else IGNORE
                 for p in range(len(ids))]  # fmt: skip
     shown = column(found["Labels"], "text")
     assert [IGNORE if cell.startswith("-") else int(cell) for cell in shown] == expected

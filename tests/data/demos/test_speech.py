@@ -34,7 +34,7 @@ def test_assets_are_small_intact_and_described():
     described = {str(file.relative_to(ASSETS)) for file in files if file.name not in ("README.md", "hashes.json")}
     assert described == set(hashes)
     assert all(hash_file(ASSETS / name) == digest for name, digest in hashes.items())
-    for card in ("codec", "dia", "voice"):
+    for card in ("codec", "dia", "higgs", "voice"):
         text = (ASSETS / card / "README.md").read_text()
         assert all(word in text for word in ("commands", "seed", "SHA-256", "flite", "licence")), card
         assert all(digest in hashes.values() for digest in re.findall(r"`([0-9a-f]{64})`", text)), card

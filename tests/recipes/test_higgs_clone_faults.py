@@ -13,7 +13,8 @@ SCRIPT = support.ROOT / "finetune" / "higgs_clone.py"
 # Dropout, average, evaluation and samples are on: each of them is state that a resume could lose.
 JOB = (
     "--preset attn+audio --lora-rank 4 --lora-dropout 0.1 --io none --precision fp32 --lr 3e-3 --warmup 2 --steps 12 "
-    "--micro-tokens 900 --accumulation 2 --ema 0.9 --samples 1 --sample-frames 6 --eval-every 6 --save-every 4"
+    "--micro-tokens 900 --accumulation 2 --ema 0.9 --samples 1 --sample-frames 6 --eval-every 6 --save-every 4 "
+    "--greedy --max-start-loss 0"
 ).split()
 
 
@@ -24,7 +25,8 @@ def job(higgs_demo, tmp_path_factory):
     shutil.copytree(higgs_demo / "tokens/eval", data)
     facts = json.loads((data / "dataset.json").read_text())
     (data / "dataset.json").write_text(json.dumps(facts | {"weights": None}))
-    words = ["--ds", str(support.ROOT / "ds_configs/zero2.json"), *JOB, "--eval-data", str(data)]
+    words = ["--ds", str(support.ROOT / "ds_configs/zero2.json"), *JOB, "--model", str(higgs_demo / "model")]
+    words += ["--data", str(higgs_demo / "tokens/train"), "--eval-data", str(data)]
     return lambda run: [*words, "--out", str(run)]
 
 

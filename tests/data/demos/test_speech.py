@@ -42,7 +42,8 @@ def test_assets_are_small_intact_and_described():
 
 def test_assets_name_no_path_of_the_machine_that_made_them():
     for file in [*ASSETS.rglob("*.json"), *ASSETS.rglob("*.jsonl")]:
-        assert not re.search(r'"(/|[A-Z]:\\)', file.read_text()), file
+        # A tokenizer has a lone "/" among its letters.
+        assert not re.search(r'"(/\w|[A-Z]:\\)', file.read_text()), file
 
 
 def test_paths_in_the_demo_lead_to_its_own_files(speech):

@@ -90,7 +90,6 @@ def save_codec(folder: Path, dac: Path) -> None:
     with torch.no_grad():
         for layer in (codec.fc, codec.fc2):
             layer.weight.zero_().fill_diagonal_(1)
-            layer.weight[:, width:] = 0
             layer.bias.zero_()
         for target, quantizer in zip(codec.quantizer.quantizers, source.quantizer.quantizers, strict=False):
             entries = quantizer.codebook.weight

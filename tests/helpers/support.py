@@ -80,6 +80,15 @@ def run_script(name: str, *arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
+def run_demo(command: str, run: Path) -> str:
+    """The output of ./launch.sh COMMAND --out RUN, as a user starts it."""
+    words = [ROOT / "launch.sh", command, "--out", run]
+    env = environment(AUDIO_FINETUNE_ENV=VENV)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=run.parent, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
 def stage_file(folder: Path, stage: int) -> str:
     """A DeepSpeed JSON of this ZeRO stage."""
     path = folder / f"zero{stage}.json"
@@ -94,6 +103,12 @@ def metrics(run: Path) -> list[dict]:
 
 def step_records(run: Path) -> list[dict]:
     return [record for record in metrics(run) if "event" not in record]
+
+
+def known_after(run: Path, step: int) -> dict:
+    """What the events of this step say of it: evaluation, scores of samples and more."""
+    events = [record for record in metrics(run) if record.get("step") == step and "event" in record]
+    return {key: value for event in events for key, value in event.items()}
 
 
 def wait_for_step(run: Path, step: int, timeout: float = 600) -> None:

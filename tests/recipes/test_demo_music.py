@@ -4,7 +4,6 @@ The captions are new to the model: it has been trained on all of their words, bu
 """
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +23,7 @@ pytestmark = [pytest.mark.distributed]
 def demo_run(tmp_path_factory):
     """Output and run folder of `./launch.sh llama_mot`."""
     run = tmp_path_factory.mktemp("demo") / "run"
-    environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
-    command = [support.ROOT / "launch.sh", "llama_mot", "--out", run]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=run.parent, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout, run
+    return support.run_demo("llama_mot", run), run
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Every sentence is new to the models: to the demo's Dia, and to the adapter that 
 
 import json
 import math
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -46,11 +45,7 @@ def judge(speech):
 def demo_run(tmp_path_factory):
     """Output and run folder of `./launch.sh demo`."""
     run = tmp_path_factory.mktemp("demo") / "run"
-    environment = support.environment(AUDIO_FINETUNE_ENV=support.VENV)
-    command = [support.ROOT / "launch.sh", "demo", "--out", run]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=run.parent, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout, run
+    return support.run_demo("demo", run), run
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +100,7 @@ def test_the_demos_own_table_says_so_too(demo_run):
     output, run = demo_run
     records = support.metrics(run)
     chosen = json.loads((run / "export" / "training_config.json").read_text())["checkpoint"]["step"]
-    before, after = (
-        {
-            key: value
-            for record in records
-            if record.get("step") == step and "event" in record
-            for key, value in record.items()
-        }
-        for step in (0, chosen)
-    )
+    before, after = (support.known_after(run, step) for step in (0, chosen))
     assert after["eos_recall"] >= 0.9 and after["text_gap_onsets"] >= 3 * before["text_gap_onsets"]
     last = [record for record in records if record.get("event") == "scores"][-1]
     assert last["stop_rate"] >= 0.85 and 0.8 <= last["duration_ratio"] <= 1.25

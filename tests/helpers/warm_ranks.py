@@ -103,9 +103,10 @@ def environment_folder(folder: Path, environment: dict) -> Path:
     scripts."""
     (folder / "bin").mkdir(parents=True)
     python, cases = folder / "bin" / "python", ""
-    for part in IMPORTS:
-        cases += f'*{part}/*) exec {" ".join(command(environment, str(python), part))} "$@" ;;\n'
-    python.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\nexec {sys.executable} "$@"\n')
+    for part, folders in {"finetune": ("finetune", "finetune/infer"), "data": ("data",)}.items():
+        scripts = "|".join(f"{name}|*/{name}" for name in folders)  # whole names: a clone may be called audio-finetune
+        cases += f'{scripts}) exec {" ".join(command(environment, str(python), part))} "$@" ;;\n'
+    python.write_text(f'#!/bin/sh\ncase "${{1%/*}}" in\n{cases}esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return folder
 

@@ -209,6 +209,20 @@ add("ema-direction", FILE, "masters(self.engine), 1 - decay)", "masters(self.eng
 add("ema-compute-weights", FILE, "optimizer.update_lp_params()", "pass",
     "master weights are swapped, but the model computes with the old ones", EMA)
 
+FILE = "finetune/common/one_piece.py"
+BRANCHES = ENGINE + "test_layers_that_only_one_micro_batch_uses_are_trained_by_that_one"
+add("one-piece-old-gradients", FILE, "self.flat.zero_()", "pass",
+    "layers that a step does not use are trained with the gradients of an earlier one", BRANCHES)
+add("one-piece-muon", "finetune/common/engine.py", 'and not any(hasattr(p, "use_muon")', 'and any(True',
+    "Muon's gradients are not orthogonalised", ENGINE + "test_deepspeed_reduces_what_does_not_fit_into_one_piece")
+add("one-piece-micro-batches", FILE, "parameter.grad = None", "pass",
+    "gradients of the last step are added to the next", *EQUAL)
+TWO_RANKS = "recipes/test_dia_lora.py::test_two_ranks_equal_one_process[zero2]"
+add("one-piece-mean", FILE, "len(own))).div_(world)", "len(own)))",
+    "the gradient grows with every rank", TWO_RANKS)
+add("one-piece-shard", FILE, "total.narrow(0, rank * len(own), len(own))", "total.narrow(0, 0, len(own))",
+    "every rank trains the first shard", TWO_RANKS)
+
 FILE = "finetune/common/compiling.py"
 COMPILING = "common/test_compiling.py::test_layers_share_their_code_in_training_and_keep_their_names"
 add("compile-static", FILE, "dynamic=True", "dynamic=False", "every length is compiled anew", COMPILING)

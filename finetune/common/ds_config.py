@@ -104,11 +104,16 @@ def fit_buckets(ds: dict, trained: int) -> dict:
     device in every micro-batch.
     """
     zero = dict(ds["zero_optimization"])
-    if trained <= zero.get("reduce_bucket_size", REDUCE_BUCKET):
+    if fits_one_bucket(ds, trained):
         zero["reduce_bucket_size"] = max(1, trained)
         if zero["stage"] < 3:
             zero["overlap_comm"] = False
     return ds | {"zero_optimization": zero}
+
+
+def fits_one_bucket(ds: dict, trained: int) -> bool:
+    """Whether the gradients of all trained parameters fit into one buffer that gradients are reduced in."""
+    return trained <= ds["zero_optimization"].get("reduce_bucket_size", REDUCE_BUCKET)
 
 
 def stage_of(ds: dict) -> int:

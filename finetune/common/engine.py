@@ -20,6 +20,7 @@ from common.contracts import LossOutput
 from common.ds_config import fit_buckets, stage_of
 from common.hub import on_paper
 from common.memory import count_parameters, peak_memory, saved_bytes, try_in_memory
+from common.one_piece import OnePiece, reduces_in_one_piece, weights_by_broadcast
 from common.runtime import Process, say
 
 _hf_ds_config = None  # transformers holds only a weak reference to it
@@ -74,8 +75,11 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict):
     import deepspeed
 
     postpone_muon()
-    ds = fit_buckets(ds, trained=count_parameters(model)[1])
+    trained = count_parameters(model)[1]
+    ds = fit_buckets(ds, trained)
     engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
+    if reduces_in_one_piece(ds, trained) and not any(hasattr(p, "use_muon") for p in model.parameters()):
+        OnePiece(engine)
     return engine
 
 
@@ -140,7 +144,7 @@ def take_step(engine, max_norm: float = math.inf, squares: dict[str, torch.Tenso
         engine.global_steps += 1
         return False, norm
     spikes = []
-    with _own_norm(engine.optimizer, max_norm, squares, spikes):
+    with _own_norm(engine.optimizer, max_norm, squares, spikes), weights_by_broadcast(engine.optimizer):
         engine.step()
     applied = engine.was_step_applied()
     norm = engine.get_global_grad_norm() if applied else next(iter(spikes), None)

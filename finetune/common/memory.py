@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.config import RunConfig
 from common.ds_config import REDUCE_BUCKET, offloads_optimizer, resolve_ds, stage_of
+from common.one_piece import reduces_in_one_piece
 from common.optim import state_bytes_per_weight, step_bytes_per_weight
 from common.runtime import Process, memory_gb, resident_bytes, say
 
@@ -77,21 +78,22 @@ def predict(
     `width`: bytes of a compute weight and of its gradient, 2 for bf16 and 4 for fp32. An fp32 master weight takes 4
     bytes (stage 0 has none) and the optimizer states `state_bytes` more; these are split over the ranks from stage 1
     on, gradients from stage 2 on, weights in stage 3. The step needs fp32 gradients: those that stage 2 has added up in
-    fp32 are used as they are, others are copied, in stage 3 one sub-group at a time. A sub-group is complete when it
-    reaches its size, so it is larger by up to the `largest` trained parameter. `step_bytes`: what the optimizer makes
-    besides, per weight that it updates at once. "working": what the backward pass needs besides, namely buckets that
-    gradients are reduced in, and in stage 3 the gathered weights. Compared with measurements by
-    tests/bench/bench_dia_size.py.
+    fp32, or reduced in one piece, are used as they are, others are copied, in stage 3 one sub-group at a time. A
+    sub-group is complete when it reaches its size, so it is larger by up to the `largest` trained parameter.
+    `step_bytes`: what the optimizer makes besides, per weight that it updates at once. "working": what the backward
+    pass needs besides, namely buckets that gradients are reduced in, and in stage 3 the gathered weights. Compared with
+    measurements by tests/bench/bench_dia_size.py.
     """
     zero, stage, offload = ds["zero_optimization"], stage_of(ds), offloads_optimizer(ds)
-    summed = max(width, 4 if ds.get("data_types", {}).get("grad_accum_dtype") == "fp32" else 0)
+    summed = max(width, _sum_width(ds))
     sent = max(width, 4 if ds.get("communication_data_type") == "fp32" else 0)
     shared = trained / (world if stage >= 1 else 1)
     weights = width * total / (world if stage == 3 else 1)
     gradients = summed * trained / (world if stage >= 2 else 1)
     at_once = {0: largest, 3: _size(zero, "sub_group_size", 1e9) + largest / world}.get(stage, shared)
     at_once = min(shared, at_once)
-    in_place = stage == 2 and summed > width
+    one_piece = reduces_in_one_piece(ds, trained)
+    in_place = stage == 2 and (summed > width or one_piece)
     masters = 4 * shared if stage else 0.0
     step = step_bytes * at_once + (4 * at_once if stage and (offload or not in_place) else 0)
     optimizer = masters + state_bytes * shared + step
@@ -105,8 +107,11 @@ def predict(
         # One buffer, or two, and a copy of what is sent, if need be in fp32; gone before the step copies the gradients.
         buffers = (2 if zero.get("overlap_comm") and bucket < trained else 1) if stage else 0
         copies = width + (sent if sent > width else 0) if stage or world > 1 else 0
-        working = (buffers * width + copies) * bucket
-        working = max(0.0, working - (0 if offload else step))
+        kept = width if one_piece else 0  # the flat buffer
+        if one_piece and summed > width and ds.get("gradient_accumulation_steps", 1) > 1:
+            copies = width + summed  # the sums of earlier micro-batches are sent as they are
+        working = (buffers * width + copies - kept) * bucket
+        working = kept * bucket + max(0.0, working - (0 if offload else step))
     host = 0.0
     if offload:
         host, optimizer = host + optimizer, 0.0
@@ -121,16 +126,23 @@ def communication(total: int, trained: int, ds: dict, width: int, world: int, ac
     """Bytes that each rank sends per optimizer step, with ring algorithms.
 
     Stage 2 sums gradients on all ranks after every micro-batch, although each rank keeps only its share; stages 0 and 1
-    do so once per step. Then every rank sends its share of the new weights. Stage 3 gathers all weights for the forward
-    and again for the backward pass of every micro-batch (at most: it keeps what is needed again soon), and each rank
-    receives only its share of the gradients.
+    do so once per step, and so does stage 2 in one piece. Then every rank sends its share of the new weights. Stage 3
+    gathers all weights for the forward and again for the backward pass of every micro-batch (at most: it keeps what is
+    needed again soon), and each rank receives only its share of the gradients.
     """
     stage, hop = stage_of(ds), (world - 1) / world
     sent = max(width, 4 if ds.get("communication_data_type") == "fp32" else 0)
     if stage == 3:
         return hop * accumulation * (2 * width * total + sent * trained)
     reductions = accumulation if stage == 2 else 1
+    if accumulation > 1 and reduces_in_one_piece(ds, trained):
+        reductions, sent = 1, max(sent, _sum_width(ds))
     return hop * (2 * sent * trained * reductions + (width * trained if stage else 0))
+
+
+def _sum_width(ds: dict) -> int:
+    """Bytes of a sum of gradients if that is always fp32; otherwise 0, and it is as wide as they are."""
+    return 4 if ds.get("data_types", {}).get("grad_accum_dtype") == "fp32" else 0
 
 
 def checkpoint_bytes(trained: int, ds: dict, width: int, state_bytes: float, ema: bool) -> float:

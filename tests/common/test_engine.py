@@ -23,6 +23,7 @@ from common.engine import (
     take_step,
     trainable,
 )
+from common.one_piece import OnePiece
 from common.optim import build_optimizer, parameter_groups, set_learning_rate
 from helpers import support
 
@@ -91,10 +92,14 @@ def batch(seed, rows):
 CONFIG = RunConfig(precision="fp32", lr=1e-2, max_grad_norm=0.5, accumulation=2, weight_decay=0.1)
 
 
-def build(tmp_path, stage, config=CONFIG):
-    file = tmp_path / "ds.json"
-    file.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
-    net, ds = network(), resolve_ds(str(file), config, 1)
+# ZeRO-2 in one piece, and as DeepSpeed does it: the gradients of 67 parameters do not fit into a bucket of 40.
+BUCKETS = {"stage": 2, "reduce_bucket_size": 40}
+STAGES = [0, 1, 2, pytest.param(BUCKETS, id="2-in-buckets"), 3]
+
+
+def build(tmp_path, stage, config=CONFIG, net=None):
+    file = support.stage_file(tmp_path, **(stage if isinstance(stage, dict) else {"stage": stage}))
+    net, ds = net or network(), resolve_ds(file, config, 1)
     optimizer = build_optimizer(parameter_groups(net, config.weight_decay, ("bias",)), config, ds)
     return start_engine(net, loss_fn, optimizer, ds)
 
@@ -111,7 +116,7 @@ def engine_step(engine, step):
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_steps_equal_a_plain_loop_over_the_whole_batch(tmp_path, stage, known):
     engine = build(tmp_path, stage)
     net = network()
@@ -137,7 +142,7 @@ def test_steps_equal_a_plain_loop_over_the_whole_batch(tmp_path, stage, known):
         assert torch.allclose(weight, net.get_parameter(name), rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_norms_per_group_are_those_of_a_plain_loop(tmp_path, stage):
     net = network()
     for number, rows in ((0, 3), (1, 7)):
@@ -155,7 +160,7 @@ def test_norms_per_group_are_those_of_a_plain_loop(tmp_path, stage):
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value, known):
     engine = build(tmp_path, stage)
@@ -175,7 +180,7 @@ def test_a_step_that_is_not_finite_is_skipped_whole(tmp_path, stage, value, know
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_step_over_the_norm_is_skipped_whole_and_tells_its_norm(tmp_path, stage, known):
     net = network()
     ((net(batch(0, 3)[0]) - batch(0, 3)[1]).square().sum() / 10).backward()
@@ -197,6 +202,53 @@ def test_a_step_over_the_norm_is_skipped_whole_and_tells_its_norm(tmp_path, stag
             engine.step()
     applied, norm = take_step(engine, 100.0, squares_of(engine, known))
     assert not applied and not math.isfinite(norm), "what is not finite is no spike"
+
+
+class Branches(nn.Module):
+    """Each micro-batch uses one of two layers: "first" or "second"."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, batch):
+        name, x = batch
+        return self.get_submodule(name)(x)
+
+
+@pytest.mark.parametrize("names", ["first first", "first second", "second first"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_layers_that_only_one_micro_batch_uses_are_trained_by_that_one(tmp_path, stage, names):
+    """And nothing of an earlier step is left where a step has no gradient."""
+    x = batch(0, 3)[0]
+    net, names = Branches(), names.split()
+    engine = build(tmp_path, stage, net=Branches())
+    engine.module.loss_fn = lambda net, batch: LossOutput(net(batch).square().sum(), {})
+    for names_of_step in (["first", "second"], names):
+        net.zero_grad()
+        for i, name in enumerate(names_of_step):
+            backward(engine, engine((name, x)).loss_sum, 10.0, 1)
+            (net((name, x)).square().sum() / 10).backward()
+            if i == 0:
+                engine.step()
+        for name, parameter in trainable(engine).items():
+            expected, found = net.get_parameter(name).grad, full_gradient(parameter)
+            expected = torch.zeros_like(parameter) if expected is None else expected
+            found = torch.zeros_like(parameter) if found is None else found
+            assert torch.allclose(found, expected, atol=1e-6), name
+        set_learning_rate(engine, 0.0)
+        assert take_step(engine)[0]
+
+
+@pytest.mark.parametrize(("stage", "muon", "expected"), [(2, False, True), (2, True, False), (BUCKETS, False, False)])
+def test_deepspeed_reduces_what_does_not_fit_into_one_piece(tmp_path, stage, muon, expected):
+    """DeepSpeed's Muon, of which such parameters are, works on the gradients while they are reduced."""
+    net = network()
+    if muon:
+        net[0].weight.use_muon = True
+    engine = build(tmp_path, stage, net=net)
+    assert isinstance(getattr(engine.backward, "__self__", None), OnePiece) == expected
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -89,6 +89,14 @@ def test_lora_pays_the_states_and_buckets_of_the_trained_share_only():
     assert need["working"] == 2 * 2 * 10_000_000, "one bucket and the copy that is sent"
 
 
+def test_sums_of_micro_batches_are_whole_on_every_rank_if_gradients_are_reduced_in_one_piece():
+    fits, sums = ds(2, "fp32", reduce_bucket_size=10_000_000), {"gradient_accumulation_steps": 4}
+    once, often = (predict(DIA, 10_000_000, fits | more, 2, ADAM, 8)["working"] for more in ({}, sums))
+    assert once == (2 + 2) * 10_000_000 and often == (2 + 2 + 4) * 10_000_000
+    once, often = (communication(DIA, 10_000_000, fits, 2, 2, accumulation) for accumulation in (1, 4))
+    assert once == 0.5 * 1e7 * (2 * 2 + 2) and often == 0.5 * 1e7 * (2 * 4 + 2), "sent once, in fp32"
+
+
 @pytest.mark.parametrize(
     ("communication", "stage", "expected"),
     [

@@ -89,10 +89,10 @@ def run_demo(command: str, run: Path) -> str:
     return done.stdout
 
 
-def stage_file(folder: Path, stage: int) -> str:
-    """A DeepSpeed JSON of this ZeRO stage."""
-    path = folder / f"zero{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+def stage_file(folder: Path, stage: int, **zero) -> str:
+    """A DeepSpeed JSON of this ZeRO stage, with further settings of it."""
+    path = folder / f"zero{'-'.join(map(str, (stage, *zero)))}.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage} | zero}))
     return str(path)
 
 

@@ -229,11 +229,12 @@ def test_two_ranks_with_accumulation_follow_a_plain_loop_that_adds_up_in_fp32(tr
 @pytest.mark.distributed
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_added_up_in_bf16_would_be_noticed_and_the_shipped_files_do_not(trained, plain, stage):
-    """Three more roundings of a growing sum. The shipped files have one, by at most 2^-9, in each sum over two ranks:
-    only above ds_config.BF16_RANKS are the ranks' gradients sent in fp32."""
+    """Three more roundings of a growing sum. The shipped files have none in ZeRO-2, which sends the sums in one piece
+    and in fp32, and one in ZeRO-3, by at most 2^-9, in each sum over two ranks: only above ds_config.BF16_RANKS are the
+    ranks' gradients sent in fp32."""
     expected = plain("dia_full")
     errors = [
         away(trained("dia_full", f"{name}{stage}"), expected, "gradients", lambda name: not in_encoder(name))
         for name in ("zero", "shipped", "bf16-sums")
     ]
-    assert errors[0] < 1e-6 < errors[1] < 2**-9 < errors[2]
+    assert errors[0] < 1e-6 and errors[1] < (1e-6 if stage == 2 else 2**-9) and errors[2] > 2**-9

@@ -45,6 +45,7 @@ def runs(demo, two_ranks, tmp_path_factory):
     configs = {
         "zero0": {**SMALL, "ds": support.stage_file(folder, 0)},
         "zero2": {**SMALL, "ds": "ds_configs/zero2.json"},
+        "buckets": {**SMALL, "ds": support.stage_file(folder, 2, reduce_bucket_size=10_000)},
         "zero3": {**SMALL, "ds": "ds_configs/zero3.json"},
         "zero2_offload": {**SMALL, "ds": "ds_configs/zero2_offload.json"},
         "zero3_offload": {**SMALL, "ds": "ds_configs/zero3_offload.json"},
@@ -113,7 +114,7 @@ def assert_same(found: dict, expected: dict, tolerance: float) -> None:
     assert any(float(value.abs().max()) > 1e-3 for name, value in found.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("run", ["zero0", ZERO2, "zero3", "checkpointing", "zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("run", ["zero0", ZERO2, "buckets", "zero3", "checkpointing", "zero2_offload", "zero3_offload"])
 def test_two_ranks_equal_one_process(runs, plain, run):
     weights, _, losses = plain
     assert_same(adapter(runs / run), weights, tolerance=1e-6)

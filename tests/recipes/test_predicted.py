@@ -15,6 +15,7 @@ WORLD = 2
 # Bytes that each of N ranks sends in a ring algorithm, per byte of the message.
 HOP = (WORLD - 1) / WORLD
 RING = {"allreduce_": 2 * HOP, "_allgather_base_": HOP, "_reduce_scatter_base_": HOP}
+RING["broadcast_"] = HOP  # one by every rank: together a gathering
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,24 @@
 """One optimizer step of dia_full on 2 ranks against what else could take it: DeepSpeed's bare loop, plain DDP, the HF
-Trainer with the same DeepSpeed JSON.
+Trainer and TRL's SFTTrainer with the same DeepSpeed JSON.
 
     python tests/bench/bench_step.py                  a model of 2 M weights
     python tests/bench/bench_step.py --size large     a model of 100 M weights
     python tests/bench/bench_step.py --side zero2 --side raw --rounds 30
+    PYTHONPATH=/tmp/peers python tests/bench/bench_step.py --side zero2 --side trl
 
 `dia_full.train` runs as it is, in a thread that waits after every logged step, and so does `Trainer.train`. All sides
 are in the same two processes, load the same weights, take the same batches, and their losses are compared step by step
 before anything is timed. Sides then take turns. Compared is the lowest decile of processor time per step, mean of both
 ranks; wall time (median) is printed beside it.
+
+`trl` runs if TRL can be imported (pip install --no-deps --target /tmp/peers trl). SFTTrainer's own loss knows only
+language models with one head, and Dia has nine: the side overrides compute_loss, as TRL advises, with that of the HF
+Trainer. So SFTTrainer's metrics, and what they cost, are left out.
 """
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -38,8 +44,8 @@ SIZES = {"tiny": ((2, 2, 1 / 16), 60, 4, 15, 6), "large": ((2, 5, 1 / 2), 20, 2,
 TEXT = "[S1] The river is quiet in winter."
 RANKS, CHANNELS, TAIL, ACCUMULATION = 2, 9, 16, 4
 SIDES = {
-    "tiny": ["zero2", "raw", "ddp", "hf", "hf_own_loss", "zero3", "no_tracker", "accumulation", "forward_backward"],
-    "large": ["zero2", "raw", "ddp", "hf"],
+    "tiny": "zero2 raw ddp hf hf_own_loss trl zero3 no_tracker accumulation forward_backward".split(),
+    "large": "zero2 raw ddp hf".split(),
 }
 
 
@@ -50,6 +56,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side; default: %(default)s")
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    has_trl = importlib.util.find_spec("trl")
+    if "trl" in (args.side or []) and not has_trl:
+        sys.exit("TRL is missing: pip install --no-deps --target /tmp/peers trl, and set PYTHONPATH=/tmp/peers.")
+    args.side = args.side or [side for side in SIDES[args.size] if side != "trl" or has_trl]
     if args.scratch:
         try:
             run_rank(args)
@@ -113,6 +123,7 @@ def rows(result: dict, size: str) -> list[Row]:
         ">= 1.08",
         peer="hf_own_loss",
     )
+    add("P2", "TRL's SFTTrainer with the same JSON, against ours", "trl", "zero2", ">= 1.08", peer="trl")
     add("P3", "step against plain DDP", "zero2", "ddp", "<= 1.15", limit="ddp")
     add("P3", "speed in ZeRO-3 against ZeRO-2", "zero2", "zero3", ">= 0.85", peer="zero3")
     add("P18", "step with TensorBoard against none", "zero2", "no_tracker", "<= 1.01", limit="no_tracker")
@@ -276,12 +287,12 @@ def run_rank(args) -> None:
     # With DeepSpeed, accelerate would take each rank on a CPU for the only one.
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
 
-    def hf(name: str, pause, own_loss: bool = False) -> None:
+    def hf(name: str, pause, own_loss: bool = False, trainer=Trainer, flags=TrainingArguments, **more) -> None:
         class Pause(TrainerCallback):
             def on_log(self, args, state, control, logs, **_):
                 pause(logs["loss"])
 
-        arguments = TrainingArguments(
+        arguments = flags(
             str(args.scratch / name), deepspeed=zero2, per_device_train_batch_size=1, max_steps=plain.steps,
             learning_rate=plain.lr, lr_scheduler_type="constant", max_grad_norm=plain.max_grad_norm, logging_steps=1,
             save_strategy="no", report_to=["tensorboard"], disable_tqdm=True, train_sampling_strategy="sequential",
@@ -292,14 +303,39 @@ def run_rank(args) -> None:
             model = load_dia(plain.model, torch.float32)
             groups = optim.parameter_groups(model, plain.weight_decay, no_decay=("embed", "norm"))
             optimizer = optim.build_optimizer(groups, plain, resolve_ds(zero2, plain, RANKS))
-        Trainer(
+
+        def collate(items: list) -> dict:
+            return for_own_loss(items[0]) if own_loss else items[0]
+
+        trainer(
             model=model if own_loss else OurLoss(model),
             args=arguments,
-            train_dataset=batches,
-            data_collator=lambda items: for_own_loss(items[0]) if own_loss else items[0],
             callbacks=[Pause()],
             optimizers=(optimizer, None),
+            **{"train_dataset": batches, "data_collator": collate} | more,
         ).train()
+
+    def trl(pause) -> None:
+        from datasets import Dataset
+        from transformers import DiaTokenizer
+        from trl import SFTConfig, SFTTrainer
+
+        class OwnLoss(SFTTrainer):
+            compute_loss = Trainer.compute_loss
+
+        flags = functools.partial(
+            SFTConfig, bf16=False, gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True}
+        )
+        hf(
+            "trl",
+            pause,
+            own_loss=True,
+            trainer=OwnLoss,
+            flags=flags,
+            processing_class=DiaTokenizer(),
+            train_dataset=Dataset.from_dict({"number": range(len(batches))}),  # it takes no other kind of dataset
+            data_collator=lambda items: for_own_loss(batches[items[0]["number"]]),
+        )
 
     works = {
         "zero2": functools.partial(ours, "zero2"),
@@ -307,12 +343,13 @@ def run_rank(args) -> None:
         "ddp": ddp,
         "hf": functools.partial(hf, "hf"),
         "hf_own_loss": functools.partial(hf, "hf_own_loss", own_loss=True),
+        "trl": trl,
         "zero3": functools.partial(ours, "zero3", ds=str(ROOT / "ds_configs" / "zero3.json")),
         "no_tracker": functools.partial(ours, "no_tracker", tracker=[]),
         "accumulation": functools.partial(ours, "accumulation", accumulation=ACCUMULATION),
         "forward_backward": forward_backward,
     }
-    sides = {name: Side(works[name]) for name in args.side or SIDES[args.size]}
+    sides = {name: Side(works[name]) for name in args.side}
 
     # ---- equal losses, then the times
 

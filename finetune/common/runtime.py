@@ -143,8 +143,8 @@ def forbid_codec_imports() -> None:
 
 def skip_unused_imports(config=None) -> None:
     """After forbid_codec_imports: hides what this process does not need either from libraries that import it if they
-    find it, which takes three seconds of processor time: trio from the hub's HTTP client, scipy from the losses of
-    transformers, and bitsandbytes if the config says that nothing is quantised.
+    find it, which takes four seconds of processor time: trio from the hub's HTTP client, pandas from Arrow, scipy from
+    the losses of transformers, and bitsandbytes if the config says that nothing is quantised.
 
     Call it before transformers is imported.
     """
@@ -153,11 +153,27 @@ def skip_unused_imports(config=None) -> None:
     sys.modules.setdefault("trio", None)
     if config and config.optimizer == "adamw" and getattr(config, "quantize", "none") == "none" and not config.fit:
         skip_bitsandbytes()
-    if not {"scipy", "transformers"} & set(sys.modules):  # scipy is hidden only here: others may need it later
+    # These two are hidden only here: others may need them later.
+    if not {"pandas", "pyarrow"} & set(sys.modules):
+        sys.meta_path.insert(0, NoPandas)  # None among the modules would count as an empty pandas
+        import pyarrow
+
+        pyarrow.array([0]).to_numpy()  # the first array looks for it
+        sys.meta_path.remove(NoPandas)
+    if not {"scipy", "transformers"} & set(sys.modules):
         sys.modules["scipy"] = None
         import transformers.loss.loss_utils  # noqa: F401
 
         del sys.modules["scipy"]
+
+
+class NoPandas:
+    """Among Python's ways to find a module, this is where pandas is not to be found."""
+
+    @staticmethod
+    def find_spec(name: str, *_) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
 
 
 def skip_bitsandbytes() -> None:

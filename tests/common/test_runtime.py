@@ -142,7 +142,9 @@ from common.runtime import forbid_codec_imports, skip_unused_imports
 forbid_codec_imports()
 defaults = {{"optimizer": "adamw", "quantize": "none", "fit": ""}}
 skip_unused_imports(SimpleNamespace(**defaults | dict({flags})))
-import scipy.optimize
+import pyarrow, sys
+assert pyarrow.array(["a"]).to_numpy(zero_copy_only=False) == ["a"] and "pandas" not in sys.modules
+import pandas, scipy.optimize
 print([importlib.util.find_spec(name) is not None for name in ("bitsandbytes", "trio")])  # as PEFT asks
 """
     env = os.environ | {"PYTHONPATH": ":".join(sys.path), "PYTHONWARNINGS": "ignore"}
@@ -158,7 +160,7 @@ from types import SimpleNamespace
 
 skip_unused_imports(SimpleNamespace(optimizer="adamw", fit=""))
 skip_bitsandbytes()
-print({"trio", "bitsandbytes", "scipy", "transformers"} & set(sys.modules))
+print({"trio", "bitsandbytes", "scipy", "transformers", "pyarrow"} & set(sys.modules))
 """
     env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True)

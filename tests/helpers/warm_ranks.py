@@ -29,7 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("dia_lora", "dia_full", "higgs_clone", "llama_mot", "diffusion_buffer", "cmgan")
 IMPORTS = {  # data/ needs the codecs, which a recipe may not import
-    "finetune": (*RECIPES, "deepspeed", "peft"),
+    "finetune": (*RECIPES, "deepspeed", "peft", "torch.utils.tensorboard", "matplotlib.pyplot")
+    + ("scipy.signal", "pesq", "pystoi"),  # what the enhancers measure with
     "data": ("encode", "torchaudio", "datasets")
     + tuple(f"transformers.models.{c}.modeling_{c}" for c in ("dac", "encodec", "higgs_audio_v2_tokenizer")),
 }

@@ -1,5 +1,6 @@
 """Measures CMGAN on whole files that it was not trained on; samples; the test set."""
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,23 +132,23 @@ def log_discriminator(run: Run, step: int, points: list[list[float]], metrics: d
 
 def draw_points(paths: list[Path], points: list[list[float]], metrics: dict[str, float]) -> None:
     """A failure is only a warning."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(3.2, 3.2), layout="constrained")
+    figure = Figure(figsize=(3.2, 3.2))
+    axis = figure.subplots()
+    figure.subplots_adjust(left=0.19, right=0.97, bottom=0.14, top=0.92)
     axis.plot([1, 4.5], [1, 4.5], linewidth=0.8, color="gray")
     axis.plot([pesq for _, pesq in points], [predicted for predicted, _ in points], "o", markersize=3, alpha=0.7)
     axis.set(xlim=(0.9, 4.7), ylim=(0.9, 4.7), xlabel="PESQ of the output", ylabel="predicted")
     axis.set_title(f"correlation {metrics['d_made_pearson']:.2f}, probe {metrics['d_pearson']:.2f}", fontsize=9)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=80)
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=80)
+            path.write_bytes(picture.getvalue())
         except OSError as error:
             print(f"warning: {path} could not be written: {error}", flush=True)
-    plt.close(figure)
 
 
 def judge_discriminator(gan_ramp: GanRamp, evaluation: Evaluation, discriminator, run: Run, step: int) -> None:

@@ -173,15 +173,14 @@ def mean_metrics(rows: list[dict]) -> dict[str, float]:
 
 def draw_quality(path: Path, by_delay: dict[int, dict], spec: Spec) -> None:
     """Quality against latency; the noisy input as a dashed line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
     delays = [delay for delay in by_delay if delay]
     latencies_ms = [1000 * spec.latency(delay) / RATE for delay in delays]
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3), layout="constrained")
+    figure = Figure(figsize=(12, 3))
+    axes = figure.subplots(1, 3)
+    figure.subplots_adjust(left=0.04, right=0.99, bottom=0.18, top=0.89)
     for axis, name in zip(axes, ("si_sdr", "pesq", "estoi"), strict=True):
         axis.plot(latencies_ms, [by_delay[delay][name] for delay in delays], "o-", label="stream")
         axis.axhline(by_delay[0][name], linestyle="--", color="gray", label="noisy")
@@ -189,7 +188,6 @@ def draw_quality(path: Path, by_delay: dict[int, dict], spec: Spec) -> None:
         axis.set_xlabel("latency in ms")
     axes[0].legend()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ N sounds, F frequency bins, K frames of which the last B are the buffer. t: a fr
 import dataclasses
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -250,11 +251,12 @@ def frame_powers(wave: torch.Tensor, frames: int, spec: Spec) -> np.ndarray:
 
 
 def loudness_factors(powers: np.ndarray, spec: Spec) -> np.ndarray:
-    """(frames,) the tracker's factors for the frames of a recording with these powers, without a loop over them."""
-    from scipy.signal import lfilter
-
+    """(frames,) the tracker's factors for the frames of a recording with these powers."""
     loud, decay = powers > PAUSE_RMS**2, math.exp(-spec.hop / RATE / AVERAGING_SECONDS)
-    heard = np.stack([powers[loud].astype(np.float64), np.ones(loud.sum())])
-    power_sums, weight_sums = lfilter([1.0], [1.0, -decay], heard)
+
+    def decaying_sums(values: list[float]) -> np.ndarray:
+        return np.array(list(accumulate(values, lambda total, value: decay * total + value)))
+
+    power_sums, weight_sums = decaying_sums(powers[loud].tolist()), decaying_sums([1.0] * loud.sum())
     factors = (TARGET_RMS / np.sqrt(power_sums / weight_sums)) ** POWER
     return np.concatenate([[1.0], factors])[np.cumsum(loud)].astype(np.float32)  # a pause has that of the sound before

@@ -81,6 +81,7 @@ def test_an_environment_without_python_is_refused(tmp_path):
     assert done.returncode == 2 and f"AUDIO_FINETUNE_ENV={tmp_path} has no bin/python" in done.stdout
 
 
+@pytest.mark.long
 def test_set_up_runs_once_per_requirements_txt(tmp_path):
     shutil.copy(LAUNCH, tmp_path)
     (tmp_path / "requirements-scoring.txt").write_text("# nothing\n")

@@ -414,6 +414,7 @@ def test_cuda_segments_may_grow_unless_the_user_has_set_the_allocator(own, monke
     assert os.environ.get(ALLOCATOR) == {None: "expandable_segments:True", ALLOCATOR: "max_split_size_mb:64"}.get(own)
 
 
+@pytest.mark.long
 def test_torch_reads_the_allocators_setting_under_that_name_and_only_then():
     """In the pinned torch, at the first use of the allocator: setting it after `import torch` is early enough."""
     body = "import torch; from common.runtime import let_segments_grow as grow; grow()"

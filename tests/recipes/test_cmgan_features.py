@@ -310,13 +310,8 @@ def test_diagnose_checks_a_run_as_it_was_trained(finished):
     assert not found.failed
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "export",
-        *(pytest.param(p, marks=pytest.mark.long) for p in ("checkpoints/step-00000002", "export/generator.pt")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["export", "checkpoints/step-00000002", "export/generator.pt"])
 def test_diagnose_takes_checkpoints_exports_and_bare_files(finished, pairs, ranks, scorer, place, capsys):
     with contextlib.suppress(UserError):
         ask(finished, ranks, scorer, finished / place, eval_data=str(pairs))
@@ -324,6 +319,7 @@ def test_diagnose_takes_checkpoints_exports_and_bare_files(finished, pairs, rank
     assert "PASS  weights" in printed and ("it has no discriminator" in printed) == place.endswith(".pt")
 
 
+@pytest.mark.long
 def test_diagnose_fails_the_scale_bug_with_its_number(finished, ranks, scorer, monkeypatch, capsys):
     right = cmgan.loss_terms
 

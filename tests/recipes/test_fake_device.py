@@ -70,7 +70,7 @@ def test_dia(demo, recipe, flags):
     assert all(call.mask == (2, 1, 1, batch["input_ids"].shape[1]) for call in others)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "untie, order, full", [("ffn", "flat", False), ("all", "delay", False), ("ffn+norm", "flat", True)]
 )

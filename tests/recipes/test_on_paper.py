@@ -21,6 +21,7 @@ RECIPES = {
 }
 
 OTHERS = [name for name in RECIPES if name != "dia_lora"]
+ONE_QUICK = ["dia_lora", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_a_model_on_paper_has_the_parameters_of_the_real_one_and_no_memory(confi
     assert {p.device.type for p in paper.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ONE_QUICK)
 def test_the_table_has_a_line_for_every_deepspeed_file(config_of, recipe, capsys):
     flags = {"world": 64, "dry_run": True, "accumulation": 4, "ema": 0.9}
     module, config = config_of(recipe, **flags)
@@ -65,6 +66,7 @@ def test_the_table_has_a_line_for_every_deepspeed_file(config_of, recipe, capsys
     assert f"trained {memory.count_parameters(build(module, config))[1]:,}; predicted for 64 ranks" in printed
 
 
+@pytest.mark.long
 def test_a_real_configuration_needs_no_weights(config_of, tmp_path, capsys):
     """Dia 1.6B on 64 ranks: figures worked out by hand."""
     from transformers import DiaConfig
@@ -102,6 +104,7 @@ def test_a_quantised_base_on_paper_takes_the_bytes_that_bitsandbytes_allocates(c
     assert memory.quantised_savings(paper, 2) == memory.quantised_savings(real, 2) == whole - held
 
 
+@pytest.mark.long
 def test_a_quantised_base_shrinks_the_prediction_and_is_not_sharded(config_of, capsys):
     papers = {}
     for bits in ("none", "8bit", "4bit"):
@@ -124,7 +127,7 @@ def test_the_experts_on_paper_need_no_weights_of_musicgen(config_of, demo_mot, t
     assert described[0] == described[1]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ONE_QUICK)
 def test_activations_on_paper_are_those_of_a_real_step(config_of, recipe, monkeypatch):
     """Forward and backward pass in fp32, with and without gradient checkpointing, on tensors that exist."""
     found = []
@@ -142,7 +145,7 @@ def test_activations_on_paper_are_those_of_a_real_step(config_of, recipe, monkey
             assert on_paper > saved
 
 
-@pytest.mark.parametrize("recipe", ["dia_lora", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+@pytest.mark.parametrize("recipe", ONE_QUICK)
 def test_fit_asks_the_recipe_itself(config_of, recipe, capsys):
     """A card that gradient checkpointing just fits into: nothing more frugal is chosen, and the recipe predicts it."""
     from common.fit import ROOM, fit

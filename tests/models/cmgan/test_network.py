@@ -307,7 +307,9 @@ def test_the_statistics_of_one_batch_are_batch_norms_and_of_two_their_mean():
     assert torch.allclose(mine.running_mean, expected, atol=1e-6), "only update_batch_norm changes them"
 
 
-@pytest.mark.parametrize(("parts", "checkpointing"), [(2, False), (3, True), (8, False)])
+@pytest.mark.parametrize(
+    ("parts", "checkpointing"), [(3, True), *(pytest.param(parts, False, marks=pytest.mark.long) for parts in (2, 8))]
+)
 def test_a_batch_in_parts_has_the_output_gradients_and_statistics_of_the_whole(parts, checkpointing):
     """With dropout, and with BatchNorm, which sees all sounds; also where parts do not divide the batch."""
     x, found = torch.randn(5, 2, 12, 201), []
@@ -328,6 +330,7 @@ def test_a_batch_in_parts_has_the_output_gradients_and_statistics_of_the_whole(p
         assert (gradient - grads_parts[name]).abs().max() <= 2e-6 * max(1.0, gradient.abs().max()), name
 
 
+@pytest.mark.long
 def test_fewer_activations_are_kept_for_a_batch_in_parts():
     """Of the generator what BatchNorm and its neighbours need, of the discriminator little more than its input."""
 

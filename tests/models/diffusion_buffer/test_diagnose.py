@@ -181,6 +181,7 @@ def test_memory_is_that_of_the_micro_batch_with_all_states():
     assert predicted > 0.2 and 0.8 * predicted < grown < 2.5 * predicted, (peaks, predictions)
 
 
+@pytest.mark.long
 def test_a_step_that_cannot_fit_is_not_tried(monkeypatch):
     monkeypatch.setattr(diagnose, "free_memory", lambda: 2**20)
     monkeypatch.setattr(diagnose.engine, "start_engine", None)

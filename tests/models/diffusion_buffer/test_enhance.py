@@ -61,8 +61,12 @@ def test_no_noise_at_temperature_zero():
     assert si_sdr(clean, enhance(Oracle(noisy, clean, spec), noisy, spec, temperature=0.0)) > 60
 
 
-@pytest.mark.parametrize("network", ["ncsnpp", "block_causal"])
-@pytest.mark.parametrize("loss", ["dp", "dsm"])
+OTHERS = [("ncsnpp", "dsm"), ("block_causal", "dp"), ("block_causal", "dsm")]
+
+
+@pytest.mark.parametrize(
+    ("network", "loss"), [("ncsnpp", "dp"), *(pytest.param(*other, marks=pytest.mark.long) for other in OTHERS)]
+)
 def test_output_does_not_depend_on_the_chunks(network, loss):
     torch.manual_seed(0)
     net = randomised(build_network(network, 8, 16)).eval()
@@ -125,7 +129,7 @@ def test_noise_drawn_ahead_is_that_of_its_frame(monkeypatch):
     assert np.array_equal(one_by_one, enhance(Blend(), noisy, SMALL, delay=2, seed=3))
 
 
-@pytest.mark.parametrize("network", ["ncsnpp", "block_causal"])
+@pytest.mark.parametrize("network", ["ncsnpp", pytest.param("block_causal", marks=pytest.mark.long)])
 def test_a_traced_network_streams_the_same_bits(network):
     torch.manual_seed(0)
     spec = dataclasses.replace(SMALL, network=network, block=16)
@@ -175,7 +179,7 @@ def official_loop(network, noisy_ft, spec):
     return torch.stack(clean, dim=1)
 
 
-@pytest.mark.parametrize("network", ["ncsnpp", "block_causal"])
+@pytest.mark.parametrize("network", ["ncsnpp", pytest.param("block_causal", marks=pytest.mark.long)])
 @pytest.mark.parametrize("change", [{"loss": "dp"}, {"loss": "dsm", "output_scale": "time", "context_time": 1.0}])
 @torch.no_grad()
 def test_the_official_stream_is_the_official_loop(network, change):

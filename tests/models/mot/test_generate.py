@@ -46,7 +46,7 @@ def memorised(demo_mot):
     return learn
 
 
-@pytest.mark.parametrize("order", ["flat", "delay"])
+@pytest.mark.parametrize("order", [pytest.param("flat", marks=pytest.mark.long), "delay"])
 @pytest.mark.parametrize("guidance", [1.0, 1.2])
 def test_memorised_clips_come_back_exactly_and_end_by_themselves(memorised, order, guidance):
     model, clips = memorised(order)

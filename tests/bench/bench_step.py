@@ -123,7 +123,7 @@ def rows(result: dict, size: str) -> list[Row]:
         ">= 1.08",
         peer="hf_own_loss",
     )
-    add("P2", "TRL's SFTTrainer with the same JSON, against ours", "trl", "zero2", ">= 1.08", peer="trl")
+    add("P2", "TRL's SFTTrainer with the model's own loss, against ours", "trl", "zero2", ">= 1.08", peer="trl")
     add("P3", "step against plain DDP", "zero2", "ddp", "<= 1.15", limit="ddp")
     add("P3", "speed in ZeRO-3 against ZeRO-2", "zero2", "zero3", ">= 0.85", peer="zero3")
     add("P18", "step with TensorBoard against none", "zero2", "no_tracker", "<= 1.01", limit="no_tracker")

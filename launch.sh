@@ -360,7 +360,9 @@ case $command in
     test)
         setup
         cd "$root"
-        exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+        workers=3 # more than cores: ranks often wait for each other
+        if [[ " $* " == *" --long "* ]]; then workers=2; fi
+        exec "$venv/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
         ;;
     bench)
         setup

@@ -16,7 +16,7 @@ os.environ.update(support.CPU)
 # ./launch.sh test runs the quick tests, ./launch.sh test --long all others. A test that starts ranks is long unless it
 # is marked quick; any other test is quick unless it is marked long. Tests named on the command line always run.
 #
-# launch.sh starts two workers (pytest-xdist), each of which runs whole files: their fixtures are made once.
+# launch.sh starts workers (pytest-xdist), each of which runs whole files: their fixtures are made once.
 
 REMINDER_SECONDS = 60
 LONGEST = ("test_multinode.py", "test_demo_speech.py", "test_demo_clone.py", "test_demo_music.py")

@@ -424,6 +424,7 @@ def test_torch_reads_the_allocators_setting_under_that_name_and_only_then():
     assert done.stdout.strip() == "expandable_segments:True", done.stderr
 
 
+@pytest.mark.long
 def test_bf16_on_a_cpu_does_without_amx():
     """Some virtual machines advertise AMX where it does not work, and a bf16 product kills the process."""
     body = (

@@ -234,6 +234,7 @@ def test_every_evaluation_shows_what_the_discriminator_says_about_the_outputs(fi
     assert (finished / "figures" / "discriminator.png").stat().st_size == picture.stat().st_size
 
 
+@pytest.mark.long
 def test_mutation_a_random_eval_crop_is_seen(pairs, ranks, scorer, monkeypatch):
     """Whole files give the same numbers every time; a random crop of them does not."""
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ def test_cmgan_discriminator():
     "network, launches, flags",
     [
         ("ncsnpp", 1050, {}),
-        ("block_causal", 1700, {"phase": "middle"}),
+        pytest.param("block_causal", 1700, {"phase": "middle"}, marks=pytest.mark.long),
         ("ncsnpp", 1050, {"loss": "dsm"}),
         ("ncsnpp", 1600, {"level": "track", "context_noise": 1.0, "context_own": 1.0}),
     ],

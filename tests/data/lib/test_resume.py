@@ -68,8 +68,10 @@ def start(arguments: list[str], out: Path, workers: int, halt: bool = False) -> 
 
 
 def wait_for_parts(process: subprocess.Popen, out: Path) -> None:
+    """The last file of a part is the list of its recordings: without that, its clips are checked again."""
     end = time.monotonic() + 600
-    while not list(out.with_name(out.name + ".work").glob("part-*.arrow")):
+    lists = out.with_name(out.name + ".work")
+    while not any(file.read_text().endswith("\n") for file in lists.glob("sources-*.jsonl")):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < end
         time.sleep(0.02)

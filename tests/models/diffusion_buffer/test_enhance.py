@@ -404,6 +404,7 @@ def test_a_folder_is_enhanced_file_by_file(tmp_path, capsys):
     assert made.shape == both.shape and np.abs(made - both).max() < 1e-4
 
 
+@pytest.mark.long
 def test_an_exported_run_enhances_a_folder(tmp_path):
     torch.manual_seed(0)
     net, (noisy, _) = randomised(NCSNpp(8)).eval(), pair(0.2)

@@ -13,10 +13,14 @@ import torch.distributed as dist
 
 from common.ds_config import fits_one_bucket, offloads_optimizer, stage_of
 
+# Sections of the JSON that DeepSpeed obeys in its own forward and backward pass.
+OWN_PASSES = ("torch_autocast", "wall_clock_breakdown", "flops_profiler")
+
 
 def reduces_in_one_piece(ds: dict, trained: int) -> bool:
     """Whether a model with so many trained parameters is reduced this way."""
-    return stage_of(ds) == 2 and fits_one_bucket(ds, trained) and not offloads_optimizer(ds)
+    suits = stage_of(ds) == 2 and not offloads_optimizer(ds) and not any(ds.get(name) for name in OWN_PASSES)
+    return suits and fits_one_bucket(ds, trained)
 
 
 class OnePiece:

@@ -23,7 +23,7 @@ from common.engine import (
     take_step,
     trainable,
 )
-from common.one_piece import OnePiece
+from common.one_piece import OnePiece, reduces_in_one_piece
 from common.optim import build_optimizer, parameter_groups, set_learning_rate
 from helpers import support
 
@@ -249,6 +249,13 @@ def test_deepspeed_reduces_what_does_not_fit_into_one_piece(tmp_path, stage, muo
         net[0].weight.use_muon = True
     engine = build(tmp_path, stage, net=net)
     assert isinstance(getattr(engine.backward, "__self__", None), OnePiece) == expected
+
+
+@pytest.mark.parametrize("name", ["torch_autocast", "wall_clock_breakdown", "flops_profiler"])
+def test_deepspeeds_own_passes_are_taken_if_the_json_asks_for_what_they_do(name):
+    ds = {"zero_optimization": {"stage": 2}}
+    assert reduces_in_one_piece(ds, trained=67)
+    assert not reduces_in_one_piece(ds | {name: True}, trained=67)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

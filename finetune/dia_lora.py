@@ -302,7 +302,8 @@ def train(config: Config, process: Process, ds: dict):
     predicted = memory.report_prediction(model, optimizer, ds, config, process)
     if config.compile:
         compile_layers(layers_of(model), ds)
-    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+    whole = [] if config.gradient_checkpointing else layers_of(model)
+    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds, whole)
     ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()

@@ -138,7 +138,7 @@ from models.higgs.data import VoiceClips
 from models.higgs.evaluate import layout_losses, probe, token_metrics
 from models.higgs.generate import sample
 from models.higgs.layout import Layout, labelled_states, labelled_text_states, layout_of
-from models.higgs.network import run_layer
+from models.higgs.network import parts_of_layers, run_layer
 from models.higgs.text import Chat
 from models.higgs.weights import EMBEDDING, check_codec, load_higgs, load_tokenizer, lora_groups, unfreeze, write_model
 
@@ -382,7 +382,8 @@ def train(config: Config, process: Process, ds: dict):
     predicted = memory.report_prediction(model, optimizer, ds, config, process)
     if config.compile:
         base_model(model).model.run_layer = compiling.compiled(run_layer, ds)
-    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+    whole = [] if config.gradient_checkpointing else parts_of_layers(model)
+    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds, whole)
     ema = engine.Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()

@@ -164,7 +164,7 @@ from models.mot.evaluate import baselines, llama_text_logits, probe, token_metri
 from models.mot.generate import sample
 from models.mot.layout import Layout
 from models.mot.legacy_codes import token_folder
-from models.mot.network import MoTLlama, Route, run_layer
+from models.mot.network import MoTLlama, Route, parts_of_layers, run_layer
 from models.mot.weights import (
     adapter_weights,
     base_fingerprint,
@@ -368,7 +368,8 @@ def train(config: Config, process: Process, ds: dict):
     if config.compile:
         model.run_layer = compiling.compiled(run_layer, ds)
     if config.deepspeed:
-        ds_engine = engine.start_engine(model, compute_loss, optimizer, ds)
+        whole = [] if config.gradient_checkpointing else parts_of_layers(model)
+        ds_engine = engine.start_engine(model, compute_loss, optimizer, ds, whole)
     else:
         ds_engine = single_process.start_engine(model, compute_loss, optimizer, config, process)
     assert model.llama.model.rotary_emb.inv_freq.dtype == torch.float32, "bf16 angles are wrong by radians"

@@ -223,6 +223,17 @@ add("one-piece-mean", FILE, "len(own))).div_(world)", "len(own)))",
 add("one-piece-shard", FILE, "total.narrow(0, rank * len(own), len(own))", "total.narrow(0, 0, len(own))",
     "every rank trains the first shard", TWO_RANKS)
 
+FILE = "finetune/common/zero3.py"
+WHOLE = "common/test_zero3.py::test_modules_gathered_whole_have_the_gradients_of_a_plain_loop"
+add("zero3-leaf-gradients", FILE, "lambda _: False", "stage3.z3_leaf_parameter",
+    "the first layer behind a frozen embedding is not trained", WHOLE)
+RELEASED = "common/test_zero3.py::test_a_weight_that_was_released_is_gathered_for_the_backward_pass_only"
+add("zero3-released", FILE, "weight.all_gather()", "pass", "a released weight has no gradient", RELEASED)
+add("zero3-kept", FILE, "weight.partition()", "pass", "a weight stays gathered after the backward pass", RELEASED)
+add("zero3-linear-bias", FILE, "rows.sum(0) if needs_bias", "rows.mean(0) if needs_bias",
+    "biases learn more slowly in larger batches",
+    "common/test_zero3.py::test_the_linear_layer_has_the_gradients_of_the_formula")
+
 FILE = "finetune/common/compiling.py"
 COMPILING = "common/test_compiling.py::test_layers_share_their_code_in_training_and_keep_their_names"
 add("compile-static", FILE, "dynamic=True", "dynamic=False", "every length is compiled anew", COMPILING)

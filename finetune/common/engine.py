@@ -9,7 +9,8 @@ import math
 import re
 import sys
 import time
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from common.hub import on_paper
 from common.memory import count_parameters, peak_memory, saved_bytes, try_in_memory
 from common.one_piece import OnePiece, reduces_in_one_piece, weights_by_broadcast
 from common.runtime import Process, say
+from common.zero3 import gathered_whole, quicken_linear
 
 _hf_ds_config = None  # transformers holds only a weak reference to it
 
@@ -70,14 +72,18 @@ class LossModule(nn.Module):
         return self.loss_fn(self.model, batch)
 
 
-def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict):
-    """The DeepSpeed engine. `loss_fn(model, batch)` returns a LossOutput."""
+def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict, whole: Iterable[nn.Module] = ()):
+    """The DeepSpeed engine. `loss_fn(model, batch)` returns a LossOutput. `whole`: modules that ZeRO-3 gathers as one,
+    see common/zero3.py."""
     import deepspeed
 
     postpone_muon()
     trained = count_parameters(model)[1]
     ds = fit_buckets(ds, trained)
-    engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
+    if stage_of(ds) == 3 and not ds.get("torch_autocast"):
+        quicken_linear()
+    with gathered_whole(whole) if stage_of(ds) == 3 else nullcontext():
+        engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
     if reduces_in_one_piece(ds, trained) and not any(hasattr(p, "use_muon") for p in model.parameters()):
         OnePiece(engine)
     return engine

@@ -199,9 +199,9 @@ def run_rank(args) -> None:
         eval_every=0, save_every=0, samples=0, resume="never",
     )  # fmt: skip
     plain = config()
-    clips = Clips(
-        TokenDataset(plain.data), layout_of(load_dia(plain.model, torch.float32).config), plain, {}, train=True
-    )
+    model = load_dia(plain.model, torch.float32)  # now: after the side zero3, models are loaded in shards, by all ranks
+    weights, layout = count_parameters(model)[0], layout_of(model.config)
+    clips = Clips(TokenDataset(plain.data), layout, plain, {}, train=True)
     plan = Plan(clips.lengths, plain.micro_tokens, plain.seed)
     loss_fn = functools.partial(dia_full.compute_loss, clips=clips)
     assert len(plan.micro_batch(0)[1]) == batch
@@ -372,7 +372,7 @@ def run_rank(args) -> None:
                 wall[name].append(time.perf_counter() - began)
     lowest = {name: all_sum([np.percentile(times, 10)], process)[0] / RANKS for name, times in cpu.items()}
     if process.is_main:
-        result = {"weights": count_parameters(load_dia(plain.model, torch.float32))[0], "waited": 0.0}
+        result = {"weights": weights, "waited": 0.0}
         result["sides"] = {n: {"cpu": 1e3 * lowest[n], "wall": 1e3 * float(np.median(wall[n]))} for n in sides}
         if "zero2" in sides:
             records = support.step_records(args.scratch / "zero2")[warmup:]

@@ -30,7 +30,8 @@ ASSETS = {"demo": dia_assets, "higgs_demo": higgs_support.assets, "demo_mot": mo
 def test_a_compiled_run_is_the_same_run(request, one_rank_alone, tmp_path, recipe):
     assets, flags = CASES[recipe]
     config = flags | COMMON | ASSETS[assets](request.getfixturevalue(assets))
-    runs = Runs(one_rank_alone, recipe, tmp_path, {"plain": config, "compiled": config | {"compile": True}})
+    configs = {"plain": config, "compiled": config | {"compile": True}}
+    runs = Runs(one_rank_alone, recipe, tmp_path, configs, around="helpers.compile_support:scalar_code")
     plain, compiled = runs / "plain", runs / "compiled"
     assert json.loads((compiled / "config.json").read_text())["config"]["compile"]
     assert "--compile" in (compiled / "printed.log").read_text()

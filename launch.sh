@@ -360,9 +360,8 @@ case $command in
     test)
         setup
         cd "$root"
-        workers=3 # more than cores: ranks often wait for each other
-        if [[ " $* " == *" --long "* ]]; then workers=2; fi
-        exec "$venv/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+        # More workers than cores: ranks often wait for each other.
+        exec "$venv/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
         ;;
     bench)
         setup

@@ -383,6 +383,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         "optimizer": [optim.describe_optimizer(optimizer) for optimizer in (g_optimizer, d_optimizer)],
     }
     run = runs.Run("cmgan", config, ds, process, fingerprint, steps)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
     window, terms = int(config.window_seconds * signal.RATE), chosen_terms(config)
     evaluation = None
     if len(eval_rows):
@@ -396,8 +398,6 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         # "history": loss and PESQ of the latest evaluations; the rest counts PESQ labels since the last one
         loop_state = {"history": [], "labels": 0, "missing": 0, "reasons": {}}
         evaluate(networks, evaluation, run, ema, gan_ramp, loop_state, step=0)  # what training has to improve on
-    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
-        run.stop(run.start_step)
 
     def build_micro_batch(index: int) -> dict:
         epoch, rows = plan.micro_batch(index)

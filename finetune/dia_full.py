@@ -302,6 +302,8 @@ def train(config: Config, process: Process, ds: dict):
     # fresh start or resume
     fingerprint = clips.fingerprint() | {"tag_map": tag_map, "optimizer": optim.describe_optimizer(optimizer)}
     run = runs.Run("dia_full", config, ds, process, fingerprint, steps, codec)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
     scores = SampleScores(run, eval_clips, ("original", "recorded"), score_of, decide=config.best_by != "loss")
     decoders = []
     if run.checkpoint:
@@ -313,8 +315,6 @@ def train(config: Config, process: Process, ds: dict):
             run.tracker.event("sample", 0)
             scores.expect(0, evaluated=True)
     gradient_check = GradientCheck(active=not run.checkpoint)
-    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
-        run.stop(run.start_step)
 
     def build_micro_batch(index: int) -> dict:
         epoch, rows = plan.micro_batch(index)

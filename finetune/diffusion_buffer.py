@@ -380,6 +380,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     # fresh start or resume
     fingerprint = clips.fingerprint() | {"crops": crops_per_step, "optimizer": optim.describe_optimizer(optimizer)}
     run = runs.Run("diffusion_buffer", config, ds, process, fingerprint, steps)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
     dump_stacks_on_usr2(run.folder, process)
     # Evaluations since the last new best, drops of the learning rate, and the step up to which bf16 is off.
     loop_state = {"stale": 0, "drops": 0, "fp32_until": 0}
@@ -387,8 +389,6 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         loop_state = run.load(ds_engine, ema)
     else:
         evaluate(model, eval_clips, run, ema, step=0)  # what training has to improve on
-    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
-        run.stop(run.start_step)
 
     def build_micro_batch(index: int) -> dict:
         first = index * config.micro_batch

@@ -395,6 +395,8 @@ def train(config: Config, process: Process, ds: dict):
     commit = getattr(base_model(model).config, "_commit_hash", None)  # on the hub; None for a local folder
     fingerprint = clips.fingerprint() | {"model_commit": commit, "optimizer": optim.describe_optimizer(optimizer)}
     run = runs.Run("higgs_clone", config, ds, process, fingerprint, steps, codec)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
     sharded, decoders = stage_of(ds) == 3, []
     scores = SampleScores(run, eval_clips, ("reference",), score_of, decide=True)
     if run.checkpoint:
@@ -405,8 +407,6 @@ def train(config: Config, process: Process, ds: dict):
             model, eval_clips, run, ema, 0, sharded, decoders, scores
         )  # the base, which later ones are compared with
     gradient_check = GradientCheck(active=not run.checkpoint)
-    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
-        run.stop(run.start_step)
 
     def build_micro_batch(index: int) -> dict:
         epoch, rows = plan.micro_batch(index)

@@ -383,6 +383,8 @@ def train(config: Config, process: Process, ds: dict):
     # fresh start or resume
     fingerprint = clips.fingerprint() | {"optimizer": optim.describe_optimizer(optimizer)}
     run = runs.Run("llama_mot", config, ds, process, fingerprint, steps, codec)
+    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
+        run.stop(run.start_step)
     scores = SampleScores(run, eval_clips, (), score_of, decide=config.best_by != "loss")
     text_reference = llama_text_logits(model, eval_clips, process.device) if eval_clips else []
     decoders = []
@@ -399,8 +401,6 @@ def train(config: Config, process: Process, ds: dict):
             run.tracker.event("sample", 0)
             scores.expect(0, evaluated=True)
     gradient_check = GradientCheck(active=not run.checkpoint)
-    if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
-        run.stop(run.start_step)
 
     def build_micro_batch(index: int) -> dict:
         epoch, rows = plan.micro_batch(index)

@@ -211,7 +211,9 @@ def in_encoder(name: str) -> bool:
 def test_two_ranks_with_accumulation_follow_a_plain_loop_that_adds_up_in_fp32(trained, plain, recipe, stage):
     """Each micro-batch has the same bf16 gradients, bit for bit, so their fp32 sums over 2 ranks x 4 micro-batches
     agree to 1e-6, and three steps with them lead to the same weights, up to what Adam makes of that: it divides by
-    gradients of any size, and most rows of MoT's code tables have tiny ones (weights 2e-5, third loss 4e-6).
+    gradients of any size, and most rows of MoT's code tables have tiny ones (weights 2e-5). A master weight that
+    differs in its last bit may become another bf16 weight, 2^-9 away, which the third loss shows (4e-6 and 1.2e-5 on
+    two machines; gradients added up wrongly: over 2e-3).
 
     There is one exception. Where the forward pass branches, autograd adds up the gradients of the branches in bf16, in
     an order that ZeRO-3's hooks change; each addition rounds by up to 2^-9. In the first step only Dia's encoder is
@@ -223,7 +225,8 @@ def test_two_ranks_with_accumulation_follow_a_plain_loop_that_adds_up_in_fp32(tr
     assert away(run, expected, "gradients", lambda name: stage == 2 or not in_encoder(name)) < 1e-6
     assert away(run, expected, "gradients") < (1e-6 if stage == 2 else 2**-7)
     assert away(run, expected, "weights") < (1e-4 if stage == 2 else 0.1)
-    assert np.abs(np.array(losses) - expected["losses"]).max() < (1e-5 if stage == 2 else 1e-3)
+    first, second, third = np.abs(np.array(losses) - expected["losses"])
+    assert max(first, second) < (1e-6 if stage == 2 else 1e-3) and third < (1e-4 if stage == 2 else 1e-3)
 
 
 @pytest.mark.distributed

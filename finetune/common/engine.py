@@ -275,8 +275,12 @@ def frozen(model: nn.Module):
 
 
 def trainable(engine) -> dict[str, nn.Parameter]:
-    """Trainable parameters by their names in the recipe's model."""
-    return {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}
+    """Trainable parameters by their names in the recipe's model, found once: every step asks for them, and walking
+    through the modules of a large model takes milliseconds."""
+    if "trainable_by_name" not in vars(engine):
+        named = engine.module.model.named_parameters()
+        engine.trainable_by_name = {name: p for name, p in named if p.requires_grad}
+    return engine.trainable_by_name
 
 
 def full_weights(engine, everything: bool = False, keep: bool = True) -> dict[str, torch.Tensor]:

@@ -86,9 +86,9 @@ def assert_same(run, whole) -> None:
     assert any(torch.count_nonzero(value) for name, value in weights.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize(("stage", "env"), [(2, "env"), (3, "warm_env")])
-def test_two_nodes_equal_one(request, whole, tmp_path, stage, env):
-    env, run = request.getfixturevalue(env), tmp_path / "run"
+@pytest.mark.parametrize(("stage", "started_in"), [(2, "env"), (3, "warm_env")])
+def test_two_nodes_equal_one(request, whole, tmp_path, stage, started_in):
+    env, run = request.getfixturevalue(started_in), tmp_path / "run"
     job = submit(env, run, stage=stage)
     assert wait_for(env, job, *ENDED) == "COMPLETED", (tmp_path / "job.out").read_text()[-3000:]
     if stage == 2:

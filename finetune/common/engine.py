@@ -80,7 +80,7 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict, whole: Iterable
     postpone_muon()
     trained = count_parameters(model)[1]
     ds = fit_buckets(ds, trained)
-    if stage_of(ds) == 3 and not ds.get("torch_autocast"):
+    if stage_of(ds) == 3:
         quicken_linear()
     with gathered_whole(whole) if stage_of(ds) == 3 else nullcontext():
         engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)

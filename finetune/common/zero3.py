@@ -32,10 +32,23 @@ def gathered_whole(modules: Iterable[nn.Module]):
 
 
 def quicken_linear() -> None:
-    """DeepSpeed's linear layer, which F.linear is under ZeRO-3, computes with this one from now on."""
+    """Replaces what DeepSpeed computes linear layers with, as F.linear, from the first ZeRO-3 model on."""
     from deepspeed.runtime.zero import linear
 
-    linear.LinearFunctionForZeroStage3 = Linear
+    if Chosen.deepspeeds is None:
+        Chosen.deepspeeds, linear.LinearFunctionForZeroStage3 = linear.LinearFunctionForZeroStage3, Chosen
+
+
+class Chosen:
+    """What DeepSpeed takes for its own function. Autocast, which has to be on in the backward pass too, is left to
+    that one."""
+
+    deepspeeds = None
+
+    @classmethod
+    def apply(cls, x, weight, bias):
+        function = cls.deepspeeds if torch.is_autocast_enabled(x.device.type) else Linear
+        return function.apply(x, weight, bias)
 
 
 class Linear(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deepspeed.runtime.zero import linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -10,7 +11,7 @@ from common.contracts import LossOutput
 from common.ds_config import resolve_ds
 from common.engine import backward, full_gradient, gathered, start_engine, take_step, trainable
 from common.optim import build_optimizer, parameter_groups
-from common.zero3 import Linear
+from common.zero3 import Linear, quicken_linear
 from helpers import support
 
 # Nothing stays gathered: every weight is released after its module.
@@ -31,6 +32,17 @@ def test_the_linear_layer_has_the_gradients_of_the_formula(shape, bias):
     for mine, wanted in zip(
         torch.autograd.grad(found, tensors, seed), torch.autograd.grad(expected, tensors, seed), strict=True
     ):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_autocast_has_the_same_gradients(autocast):
+    quicken_linear()
+    x, w = torch.randn(3, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, expected = linear.zero3_linear_wrap(x, w), x @ w.t()
+    assert found.dtype == (torch.bfloat16 if autocast else torch.float32)
+    for mine, wanted in zip(*(torch.autograd.grad(y.float().sum(), [x, w]) for y in (found, expected)), strict=True):
         torch.testing.assert_close(mine, wanted)
 
 

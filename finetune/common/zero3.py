@@ -1,7 +1,7 @@
 """ZeRO-3 with less Python around the model.
 
 DeepSpeed gathers and releases weights in hooks, four for every module however small, and computes linear layers in a
-Python function. On a GPU the host then falls behind with small micro-batches.
+Python function. On a GPU (not measured) the host may then fall behind.
 """
 
 from collections.abc import Iterable

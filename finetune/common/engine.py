@@ -23,7 +23,7 @@ from common.hub import on_paper
 from common.memory import count_parameters, peak_memory, saved_bytes, try_in_memory
 from common.one_piece import OnePiece, reduces_in_one_piece, weights_by_broadcast
 from common.runtime import Process, say
-from common.zero3 import gathered_whole, quicken_linear
+from common.zero3 import SmallWeights, gathered_whole, keeps_small_weights, quicken_linear
 
 _hf_ds_config = None  # transformers holds only a weak reference to it
 
@@ -84,6 +84,8 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict, whole: Iterable
         quicken_linear()
     with gathered_whole(whole) if stage_of(ds) == 3 else nullcontext():
         engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
+    if stage_of(ds) == 3 and keeps_small_weights(ds):
+        SmallWeights(engine)
     if reduces_in_one_piece(ds, trained) and not any(hasattr(p, "use_muon") for p in model.parameters()):
         OnePiece(engine)
     return engine

@@ -1,14 +1,24 @@
 """ZeRO-3 with less Python around the model.
 
-DeepSpeed gathers and releases weights in hooks, four for every module however small, and computes linear layers in a
-Python function. On a GPU (not measured) the host may then fall behind.
+DeepSpeed gathers and releases weights in hooks, four for every module however small, computes linear layers in a
+Python function, and sends the small weights one by one after every step. On a GPU (not measured) the host may then fall
+behind.
 """
 
 from collections.abc import Iterable
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+# Sections of the JSON with which weights are not simply shards on the device.
+OTHER_SHARDS = (
+    "offload_param",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+)
 
 
 @contextmanager
@@ -75,3 +85,57 @@ class Linear(torch.autograd.Function):
         if released:
             weight.partition()
         return grad_x, grad_weight, grad_bias
+
+
+# ---- small weights ---------------------------------------------------------------------------------------------
+
+
+def keeps_small_weights(ds: dict) -> bool:
+    """Whether an engine of this JSON can have its SmallWeights."""
+    return not any(ds["zero_optimization"].get(name) for name in OTHER_SHARDS) and not ds.get("torch_autocast")
+
+
+class SmallWeights:
+    """Weights too small to be worth gathering again and again (stage3_param_persistence_threshold), which stay whole on
+    every rank. DeepSpeed's step releases them with all others, and then gathers them with one collective for each. Here
+    they stay where they are, and their new values are sent together."""
+
+    def __init__(self, engine):
+        self.optimizer, self.module = engine.optimizer, engine.module
+        self.everything = list(self.module.parameters())
+        self.trained = [p for group in self.optimizer.fp16_groups for p in group if p.ds_persist]
+        self.own_step, self.own_release = self.optimizer.step, self.optimizer._partition_all_parameters
+        self.optimizer.step = self.step
+
+    def step(self, closure=None) -> None:
+        # Those that are not gathered now, as after loading a checkpoint, are left to DeepSpeed.
+        stay = [p for p in self.trained if p.ds_status.name == "AVAILABLE"]
+        self.optimizer._partition_all_parameters = self.release_others
+        try:
+            self.own_step(closure)
+        finally:
+            self.optimizer._partition_all_parameters = self.own_release
+        if self.optimizer.overflow:  # the step was skipped
+            return
+        for dtype in sorted({p.dtype for p in stay}, key=str):
+            send_shards([p for p in stay if p.dtype == dtype])
+
+    def release_others(self) -> None:
+        in_flight = self.module.ds_inflight_param_registry
+        for parameter in self.everything:
+            if parameter in in_flight:
+                in_flight.pop(parameter).wait()
+            parameter.ds_active_sub_modules.clear()
+            if not parameter.ds_persist and parameter.ds_status.name == "AVAILABLE":
+                parameter.partition()
+
+
+@torch.no_grad()
+def send_shards(parameters: list[nn.Parameter]) -> None:
+    """Fills parameters of one type, whole on every rank, with the values of all ranks' shards."""
+    own = torch.cat([p.ds_tensor for p in parameters])
+    shards = own.new_empty(dist.get_world_size() * len(own))
+    dist.all_gather_into_tensor(shards, own)
+    lengths = [len(p.ds_tensor) for p in parameters]
+    for parameter, columns in zip(parameters, shards.view(-1, len(own)).split(lengths, dim=1), strict=True):
+        parameter.copy_(columns.reshape(-1)[: parameter.numel()].view_as(parameter))  # the last shard may be padded

@@ -1,4 +1,5 @@
-"""ZeRO-3's weights are gathered module by module, with the same gradients. Two ranks: the recipes' tests of stage 3."""
+"""ZeRO-3's weights are gathered module by module, with the same gradients, and small ones stay whole. Two ranks: also
+the recipes' tests of stage 3."""
 
 import pytest
 import torch
@@ -110,3 +111,9 @@ def test_a_weight_that_was_released_is_gathered_for_the_backward_pass_only(tmp_p
     assert weight.numel() == 0
     torch.testing.assert_close(torch.autograd.grad(output.sum(), x)[0], expected.expand(3, 4))
     assert weight.numel() == 0
+
+
+@pytest.mark.distributed
+@pytest.mark.quick
+def test_small_weights_stay_whole_and_are_renewed_together(two_ranks, tmp_path):
+    two_ranks.call("helpers.zero3_ranks:compare_steps", folder=str(tmp_path))

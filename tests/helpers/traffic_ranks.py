@@ -11,17 +11,19 @@ from torch.utils._pytree import tree_leaves
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes of the messages of every collective, by its name."""
+    """Bytes and number of the messages of every collective, by its name."""
 
     def __init__(self):
         super().__init__()
-        self.sizes = Counter()
+        self.sizes, self.messages = Counter(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             # Inputs and outputs, each a tensor or a list of lists; the larger side is the message.
             sides = [[t.numel() * t.element_size() for t in tree_leaves(side) if torch.is_tensor(t)] for side in args]
-            self.sizes[func._schema.name.removeprefix("c10d::")] += max(map(sum, sides), default=0)
+            name = func._schema.name.removeprefix("c10d::")
+            self.sizes[name] += max(map(sum, sides), default=0)
+            self.messages[name] += 1
         return func(*args, **(kwargs or {}))
 
 

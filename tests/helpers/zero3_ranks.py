@@ -1,0 +1,54 @@
+"""In the ranks (rank_server.py): ZeRO-3 steps of a network with weights below and above the threshold for sharding."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common.config import RunConfig
+from common.contracts import LossOutput
+from common.ds_config import resolve_ds
+from common.engine import backward, full_weights, start_engine, take_step
+from common.optim import build_optimizer, parameter_groups
+from helpers import support
+from helpers.traffic_ranks import Traffic
+
+THRESHOLD = 20  # of the network's weights of 5, 15 and 25 values, two odd ones stay whole: one shard of each is padded
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def compare_steps(process, _, folder: str) -> None:
+    """Four steps as in plain PyTorch, of which the third is skipped. Small weights are the new ones, whole on every
+    rank, right after the step, and all that the second and later ones take is one message."""
+    config = RunConfig(precision="fp32", lr=1e-2, max_grad_norm=0.0, weight_decay=0.0)
+    folder = Path(folder, str(process.rank))
+    folder.mkdir()
+    ds = resolve_ds(support.stage_file(folder, 3, stage3_param_persistence_threshold=THRESHOLD), config, process.world)
+    net, plain = network(), network()
+    optimizer = build_optimizer(parameter_groups(net, 0.0, ()), config, ds)
+    engine = start_engine(net, lambda net, x: LossOutput(F.silu(net(x)).sum(), {}), optimizer, ds)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=0.0, betas=optimizer.defaults["betas"])
+    inputs = torch.randn(4, process.world, 3, 5, generator=torch.Generator().manual_seed(1))
+    for step, both in enumerate(inputs):
+        skipped = step == 2
+        backward(engine, engine(both[process.rank]).loss_sum * (float("inf") if skipped else 1.0), 6.0, process.world)
+        with Traffic() as traffic:
+            assert take_step(engine)[0] is not skipped
+        if not skipped:
+            theirs.zero_grad()
+            (F.silu(plain(both.flatten(0, 1))).sum() / 6.0).backward()
+            theirs.step()
+        assert step == 0 or traffic.messages["_allgather_base_"] == (0 if skipped else 1), (step, traffic.messages)
+        for name, expected in plain.named_parameters():
+            found = net.get_parameter(name)
+            if expected.numel() <= THRESHOLD:
+                torch.testing.assert_close(found.data, expected.data, rtol=1e-5, atol=1e-6)
+            else:
+                assert found.numel() == 0, f"{name} stays gathered"
+    for name, value in full_weights(engine).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)

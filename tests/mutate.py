@@ -233,6 +233,11 @@ add("zero3-kept", FILE, "weight.partition()", "pass", "a weight stays gathered a
 add("zero3-linear-bias", FILE, "rows.sum(0) if needs_bias", "rows.mean(0) if needs_bias",
     "biases learn more slowly in larger batches",
     "common/test_zero3.py::test_the_linear_layer_has_the_gradients_of_the_formula")
+SMALL = "common/test_zero3.py::test_small_weights_stay_whole_and_are_renewed_together"
+add("zero3-own-shard", FILE, "shards[rank].copy_(own)", "pass", "gathered weights lack a rank's own shard", SMALL)
+add("zero3-small-old", FILE, "send_shards([p for p in stay if p.dtype == dtype])", "pass",
+    "small weights are never trained", SMALL)
+add("zero3-reduce-scatter", FILE, '{"reduce_scatter": False, ', '{', "gloo reduces at half the speed", SMALL)
 
 FILE = "finetune/common/compiling.py"
 COMPILING = "common/test_compiling.py::test_layers_share_their_code_in_training_and_keep_their_names"

@@ -23,7 +23,14 @@ from common.hub import on_paper
 from common.memory import count_parameters, peak_memory, saved_bytes, try_in_memory
 from common.one_piece import OnePiece, reduces_in_one_piece, weights_by_broadcast
 from common.runtime import Process, say
-from common.zero3 import SmallWeights, gathered_whole, keeps_small_weights, quicken_linear
+from common.zero3 import (
+    SmallWeights,
+    gather_by_broadcasts,
+    gathered_whole,
+    keeps_small_weights,
+    quicken_linear,
+    suited_to_ranks,
+)
 
 _hf_ds_config = None  # transformers holds only a weak reference to it
 
@@ -33,7 +40,7 @@ def build_sharded(ds: dict) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     global _hf_ds_config
-    _hf_ds_config = HfDeepSpeedConfig(ds) if stage_of(ds) == 3 and not on_paper() else None
+    _hf_ds_config = HfDeepSpeedConfig(suited_to_ranks(ds)) if stage_of(ds) == 3 and not on_paper() else None
 
 
 @contextmanager
@@ -55,7 +62,7 @@ def shard(module: nn.Module, ds: dict) -> nn.Module:
     if stage_of(ds) == 3 and not on_paper():
         import deepspeed
 
-        deepspeed.zero.Init(module=module, config_dict_or_path=ds)
+        deepspeed.zero.Init(module=module, config_dict_or_path=suited_to_ranks(ds))
     return module
 
 
@@ -79,9 +86,10 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict, whole: Iterable
 
     postpone_muon()
     trained = count_parameters(model)[1]
-    ds = fit_buckets(ds, trained)
+    ds = suited_to_ranks(fit_buckets(ds, trained))
     if stage_of(ds) == 3:
         quicken_linear()
+        gather_by_broadcasts()
     with gathered_whole(whole) if stage_of(ds) == 3 else nullcontext():
         engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
     if stage_of(ds) == 3 and keeps_small_weights(ds):

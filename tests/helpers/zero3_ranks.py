@@ -24,7 +24,8 @@ def network() -> nn.Sequential:
 
 def compare_steps(process, _, folder: str) -> None:
     """Four steps as in plain PyTorch, of which the third is skipped. Small weights are the new ones, whole on every
-    rank, right after the step, and all that the second and later ones take is one message."""
+    rank, right after the step, and all that the second and later ones take is one message. Large weights are gathered
+    by broadcasts and gradients are reduced in one message."""
     config = RunConfig(precision="fp32", lr=1e-2, max_grad_norm=0.0, weight_decay=0.0)
     folder = Path(folder, str(process.rank))
     folder.mkdir()
@@ -36,14 +37,21 @@ def compare_steps(process, _, folder: str) -> None:
     inputs = torch.randn(4, process.world, 3, 5, generator=torch.Generator().manual_seed(1))
     for step, both in enumerate(inputs):
         skipped = step == 2
-        backward(engine, engine(both[process.rank]).loss_sum * (float("inf") if skipped else 1.0), 6.0, process.world)
+        with Traffic() as passes:
+            loss_sum = engine(both[process.rank]).loss_sum
+            backward(engine, loss_sum * (float("inf") if skipped else 1.0), 6.0, process.world)
         with Traffic() as traffic:
             assert take_step(engine)[0] is not skipped
+        if step > 1:  # until then DeepSpeed gathers weights as they are met
+            large = sum(p.numel() > THRESHOLD for p in plain.parameters())
+            assert passes.messages == {"broadcast_": process.world * large, "allreduce_": 1}, (step, passes.messages)
+        if step > 0:
+            traffic.messages.pop("allreduce_")  # decides whether the step is taken
+            assert traffic.messages == ({} if skipped else {"_allgather_base_": 1}), (step, traffic.messages)
         if not skipped:
             theirs.zero_grad()
             (F.silu(plain(both.flatten(0, 1))).sum() / 6.0).backward()
             theirs.step()
-        assert step == 0 or traffic.messages["_allgather_base_"] == (0 if skipped else 1), (step, traffic.messages)
         for name, expected in plain.named_parameters():
             found = net.get_parameter(name)
             if expected.numel() <= THRESHOLD:

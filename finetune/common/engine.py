@@ -25,11 +25,12 @@ from common.one_piece import OnePiece, reduces_in_one_piece, weights_by_broadcas
 from common.runtime import Process, say
 from common.zero3 import (
     SmallWeights,
-    gather_by_broadcasts,
     gathered_whole,
+    joined,
     keeps_small_weights,
+    quicken_gloo,
     quicken_linear,
-    suited_to_ranks,
+    suited_to_device,
 )
 
 _hf_ds_config = None  # transformers holds only a weak reference to it
@@ -40,7 +41,7 @@ def build_sharded(ds: dict) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     global _hf_ds_config
-    _hf_ds_config = HfDeepSpeedConfig(suited_to_ranks(ds)) if stage_of(ds) == 3 and not on_paper() else None
+    _hf_ds_config = HfDeepSpeedConfig(suited_to_device(ds)) if stage_of(ds) == 3 and not on_paper() else None
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def shard(module: nn.Module, ds: dict) -> nn.Module:
     if stage_of(ds) == 3 and not on_paper():
         import deepspeed
 
-        deepspeed.zero.Init(module=module, config_dict_or_path=suited_to_ranks(ds))
+        deepspeed.zero.Init(module=module, config_dict_or_path=suited_to_device(ds))
     return module
 
 
@@ -86,14 +87,16 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict, whole: Iterable
 
     postpone_muon()
     trained = count_parameters(model)[1]
-    ds = suited_to_ranks(fit_buckets(ds, trained))
+    ds = suited_to_device(fit_buckets(ds, trained))
     if stage_of(ds) == 3:
         quicken_linear()
-        gather_by_broadcasts()
+        quicken_gloo()
     with gathered_whole(whole) if stage_of(ds) == 3 else nullcontext():
         engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
-    if stage_of(ds) == 3 and keeps_small_weights(ds):
-        SmallWeights(engine)
+    if stage_of(ds) == 3:
+        engine.optimizer.flatten = joined
+        if keeps_small_weights(ds):
+            SmallWeights(engine)
     if reduces_in_one_piece(ds, trained) and not any(hasattr(p, "use_muon") for p in model.parameters()):
         OnePiece(engine)
     return engine
@@ -339,10 +342,9 @@ def masters_changed(engine) -> None:
     """Copies changed master weights to the weights that the model computes with."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
-        # Small parameters stay gathered on every rank: they are partitioned first, or the old values would stay.
+        # What is gathered now would keep its old values. Only small parameters stay gathered.
         kept = optimizer.persistent_parameters
-        if kept:
-            kept[0].partition(kept)
+        optimizer._partition_all_parameters()
         for group in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if kept:

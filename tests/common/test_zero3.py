@@ -12,7 +12,7 @@ from common.contracts import LossOutput
 from common.ds_config import resolve_ds
 from common.engine import backward, full_gradient, gathered, start_engine, take_step, trainable
 from common.optim import build_optimizer, parameter_groups
-from common.zero3 import Linear, quicken_linear
+from common.zero3 import Linear, joined, quicken_linear
 from helpers import support
 
 # Nothing stays gathered: every weight is released after its module.
@@ -113,7 +113,25 @@ def test_a_weight_that_was_released_is_gathered_for_the_backward_pass_only(tmp_p
     assert weight.numel() == 0
 
 
+def test_neighbours_are_joined_without_a_copy_and_others_with_one():
+    buffer = torch.arange(12.0)
+    neighbours = [buffer[1:4], buffer[4:4], buffer[4:10].view(2, 3)]
+    others = [buffer[1:4], buffer[5:7]], [buffer[4:6], buffer[1:4]], [buffer[:4].view(2, 2).t(), buffer[4:6]]
+    found = joined(neighbours)
+    assert torch.equal(found, buffer[1:10]) and found.data_ptr() == buffer[1:].data_ptr()
+    for tensors in (*others, [buffer[:2], torch.ones(2)]):
+        found = joined(tensors)
+        assert found.tolist() == [value for tensor in tensors for value in tensor.flatten().tolist()]
+        assert found.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+
+
 @pytest.mark.distributed
 @pytest.mark.quick
 def test_small_weights_stay_whole_and_are_renewed_together(two_ranks, tmp_path):
     two_ranks.call("helpers.zero3_ranks:compare_steps", folder=str(tmp_path))
+
+
+@pytest.mark.distributed
+@pytest.mark.quick
+def test_the_average_replaces_weights_that_are_gathered(two_ranks, tmp_path):
+    two_ranks.call("helpers.zero3_ranks:compare_averages", folder=str(tmp_path))

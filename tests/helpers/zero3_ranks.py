@@ -9,12 +9,14 @@ from torch.nn import functional as F
 from common.config import RunConfig
 from common.contracts import LossOutput
 from common.ds_config import resolve_ds
-from common.engine import backward, full_weights, start_engine, take_step
+from common.engine import Ema, backward, full_weights, gathered, start_engine, take_step
 from common.optim import build_optimizer, parameter_groups
 from helpers import support
 from helpers.traffic_ranks import Traffic
 
 THRESHOLD = 20  # of the network's weights of 5, 15 and 25 values, two odd ones stay whole: one shard of each is padded
+
+LR = 1e-2
 
 
 def network() -> nn.Sequential:
@@ -22,18 +24,24 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
+def start(process, folder: str):
+    """An engine of the network, not clipped and without weight decay."""
+    config = RunConfig(precision="fp32", lr=LR, max_grad_norm=0.0, weight_decay=0.0)
+    folder = Path(folder, str(process.rank))
+    folder.mkdir()
+    ds = resolve_ds(support.stage_file(folder, 3, stage3_param_persistence_threshold=THRESHOLD), config, process.world)
+    net = network()
+    optimizer = build_optimizer(parameter_groups(net, 0.0, ()), config, ds)
+    return start_engine(net, lambda net, x: LossOutput(F.silu(net(x)).sum(), {}), optimizer, ds)
+
+
 def compare_steps(process, _, folder: str) -> None:
     """Four steps as in plain PyTorch, of which the third is skipped. Small weights are the new ones, whole on every
     rank, right after the step, and all that the second and later ones take is one message. Large weights are gathered
     by broadcasts and gradients are reduced in one message."""
-    config = RunConfig(precision="fp32", lr=1e-2, max_grad_norm=0.0, weight_decay=0.0)
-    folder = Path(folder, str(process.rank))
-    folder.mkdir()
-    ds = resolve_ds(support.stage_file(folder, 3, stage3_param_persistence_threshold=THRESHOLD), config, process.world)
-    net, plain = network(), network()
-    optimizer = build_optimizer(parameter_groups(net, 0.0, ()), config, ds)
-    engine = start_engine(net, lambda net, x: LossOutput(F.silu(net(x)).sum(), {}), optimizer, ds)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=0.0, betas=optimizer.defaults["betas"])
+    engine, plain = start(process, folder), network()
+    net, optimizer = engine.module.model, engine.optimizer.optimizer
+    theirs = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.0, betas=optimizer.defaults["betas"])
     inputs = torch.randn(4, process.world, 3, 5, generator=torch.Generator().manual_seed(1))
     for step, both in enumerate(inputs):
         skipped = step == 2
@@ -60,3 +68,22 @@ def compare_steps(process, _, folder: str) -> None:
                 assert found.numel() == 0, f"{name} stays gathered"
     for name, value in full_weights(engine).items():
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
+
+
+def compare_averages(process, _, folder: str) -> None:
+    """Also weights that are still gathered are exchanged for their average, and back."""
+    engine, before = start(process, folder), network()
+    net, average = engine.module.model, Ema(engine, 0.5)
+    backward(engine, engine(torch.ones(3, 5)).loss_sum, 3.0, process.world)
+    assert take_step(engine)[0]
+    average.update(0)  # a tenth of the old weights is kept
+    after = full_weights(engine)
+    for p in net.parameters():
+        p.all_gather()
+    with average.applied(), gathered(net):
+        for name, old in before.named_parameters():
+            expected = old.lerp(after[name], 0.9)
+            torch.testing.assert_close(net.get_parameter(name).data, expected.data, rtol=1e-5, atol=1e-6)
+    with gathered(net):
+        for name, expected in after.items():
+            torch.testing.assert_close(net.get_parameter(name).data, expected, rtol=1e-5, atol=1e-6)

@@ -237,7 +237,7 @@ SMALL = "common/test_zero3.py::test_small_weights_stay_whole_and_are_renewed_tog
 add("zero3-own-shard", FILE, "shards[rank].copy_(own)", "pass", "gathered weights lack a rank's own shard", SMALL)
 add("zero3-small-old", FILE, "send_shards([p for p in stay if p.dtype == dtype])", "pass",
     "small weights are never trained", SMALL)
-add("zero3-padded-shard", FILE, "-(-len(part) // world)", "len(part) // world",
+add("zero3-padded-shard", FILE, "-(-len(tensor) // world)", "len(tensor) // world",
     "the last weights get no gradient", SMALL)
 add("zero3-reduce-scatter", FILE, "Broadcasts, shards_of_means", "Broadcasts, stage3.reduce_scatter_coalesced",
     "gloo reduces at half the speed", SMALL)

@@ -14,6 +14,7 @@ from torch import nn
 
 from common.ds_config import stage_of
 
+TOGETHER = 100_000  # values of a gradient up to which it is not worth a message of its own on CPUs
 # Sections of the JSON with which weights are not simply shards on the device.
 OTHER_SHARDS = (
     "offload_param",
@@ -127,13 +128,21 @@ class Broadcasts:
 
 
 def shards_of_means(tensors: list[torch.Tensor], group=None) -> list[torch.Tensor]:
-    """This rank's shard of the mean of each tensor over the ranks. gloo's reduce_scatter takes twice as long."""
+    """This rank's shard of the mean of each tensor over the ranks; the tensors may be changed. gloo's reduce_scatter
+    takes twice as long, and DeepSpeed copies them all for it: here only small ones, to send them together."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(world)
-    dist.all_reduce(whole, group=group)
-    parts = whole.split([tensor.numel() for tensor in tensors])
-    sizes = [-(-len(part) // world) for part in parts]  # rounded up: the last ranks may have less, or nothing
-    return [part[rank * size : (rank + 1) * size] for part, size in zip(parts, sizes, strict=True)]
+    sums = [tensor.view(-1) for tensor in tensors]
+    small = [number for number, tensor in enumerate(sums) if len(tensor) <= TOGETHER]
+    messages = [tensor for tensor in sums if len(tensor) > TOGETHER]
+    if small:
+        together = torch.cat([sums[number] for number in small])
+        messages.append(together)
+        for number, part in zip(small, together.split([len(sums[number]) for number in small]), strict=True):
+            sums[number] = part
+    for work in [dist.all_reduce(message, group=group, async_op=True) for message in messages]:
+        work.wait()
+    sizes = [-(-len(tensor) // world) for tensor in sums]  # rounded up: the last ranks may have less, or nothing
+    return [tensor[rank * size : (rank + 1) * size].div_(world) for tensor, size in zip(sums, sizes, strict=True)]
 
 
 # ---- the optimizer step ----------------------------------------------------------------------------------------

@@ -77,9 +77,9 @@ def predict(
 
     `width`: bytes of a compute weight and of its gradient, 2 for bf16 and 4 for fp32. An fp32 master weight takes 4
     bytes (stage 0 has none) and the optimizer states `state_bytes` more; these are split over the ranks from stage 1
-    on, gradients from stage 2 on, weights in stage 3. The step needs fp32 gradients: those that stage 2 has added up in
-    fp32, or reduced in one piece, are used as they are, others are copied, in stage 3 one sub-group at a time. A
-    sub-group is complete when it reaches its size, so it is larger by up to the `largest` trained parameter.
+    on, gradients from stage 2 on, weights in stage 3. The step needs fp32 gradients: those that stage 2 or 3 has added
+    up in fp32, or stage 2 reduced in one piece, are used as they are, others are copied, in stage 3 one sub-group at a
+    time. A sub-group is complete when it reaches its size, so it is larger by up to the `largest` trained parameter.
     `step_bytes`: what the optimizer makes besides, per weight that it updates at once. "working": what the backward
     pass needs besides, namely buckets that gradients are reduced in, and in stage 3 the gathered weights. Compared with
     measurements by tests/bench/bench_dia_size.py.
@@ -93,7 +93,7 @@ def predict(
     at_once = {0: largest, 3: _size(zero, "sub_group_size", 1e9) + largest / world}.get(stage, shared)
     at_once = min(shared, at_once)
     one_piece = reduces_in_one_piece(ds, trained)
-    in_place = stage == 2 and (summed > width or one_piece)
+    in_place = stage == 2 and (summed > width or one_piece) or stage == 3 and summed == 4 and not offload
     masters = 4 * shared if stage else 0.0
     step = step_bytes * at_once + (4 * at_once if stage and (offload or not in_place) else 0)
     optimizer = masters + state_bytes * shared + step

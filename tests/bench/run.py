@@ -26,6 +26,7 @@ BENCHMARKS = {
     "loss": ["bench_loss.py"],
     "step": ["bench_step.py"],
     "step_large": ["bench_step.py", "--size", "large"],
+    "zero3_large": ["bench_step.py", "--size", "large", "--side", "zero2", "--side", "zero3"],  # else beyond 24 GB
     "first_step": ["bench_first_step.py"],
     "recompute": ["bench_recompute.py"],
     "batches": ["bench_batches.py"],

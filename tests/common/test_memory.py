@@ -131,9 +131,12 @@ def test_8bit_moments_save_6_bytes():
 
 def test_offload_moves_the_bytes_to_the_host():
     cpu = {"device": "cpu"}
-    plain = predict(DIA, DIA, ds(3), 2, ADAM, 4)
-    moved = predict(DIA, DIA, ds(3, offload_optimizer=cpu, offload_param=cpu), 2, ADAM, 4)
+    plain = predict(DIA, DIA, ds(3, "bf16"), 2, ADAM, 4)
+    moved = predict(DIA, DIA, ds(3, "bf16", offload_optimizer=cpu, offload_param=cpu), 2, ADAM, 4)
     assert moved["device"] == 0 and moved["host"] == pytest.approx(plain["device"])
+    # Sums in fp32 are not used as they are on the host: weight 2, gradient 4, its copy 4, master weight 4, moments 8.
+    moved = predict(DIA, DIA, ds(3, offload_optimizer=cpu, offload_param=cpu), 2, ADAM, 4)
+    assert moved["host"] == pytest.approx(22 * DIA / 4)
 
 
 def test_zero2_offload_keeps_fp32_sums_of_gradients_on_the_device():

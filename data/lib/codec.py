@@ -150,7 +150,10 @@ def load_codec(path: Path, device: str = "cpu") -> Codec:
         model, encode, decode = LOADERS[kind](path)
     model.eval().requires_grad_(False).to(device)
     if device == "cpu":
+        from lib.fast_dac import quicken_encoder
+
         quicken_snakes(model)
+        quicken_encoder(model)
     if kind == "dac":
         encode = in_chunks(encode, format["hop"], DAC_CHUNK["cuda" if "cuda" in device else "cpu"])
 

@@ -3,6 +3,7 @@
 A tracker that fails later (no network, a full disk) is dropped with a warning: it never stops a run.
 """
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -39,15 +40,25 @@ class Boards:
 
 
 def _open_tensorboard(folder: Path, start: int, config: dict):
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.event_pb2 import Event
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
 
+    @functools.cache
+    def record(*names: str) -> Event:
+        event = Event()
+        for name in names:
+            event.summary.value.add(tag=name)
+        return event
+
     def log(numbers: dict, step: int) -> None:
-        # All values in one record: add_scalar would write a record for each.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        writer.file_writer.add_summary(Summary(value=values), step)
+        # All values in one record: add_scalar would write a record for each. Records are used again, because the pinned
+        # protobuf is written in Python and takes longer to build one than to write it.
+        event = record(*numbers)
+        for value, number in zip(event.summary.value, numbers.values(), strict=True):
+            value.simple_value = number
+        writer.file_writer.add_event(event, step)
 
     return log, writer.close
 

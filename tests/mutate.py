@@ -241,6 +241,14 @@ add("zero3-padded-shard", FILE, "-(-len(tensor) // world)", "len(tensor) // worl
     "the last weights get no gradient", SMALL)
 add("zero3-reduce-scatter", FILE, "Broadcasts, shards_of_means", "Broadcasts, stage3.reduce_scatter_coalesced",
     "gloo reduces at half the speed", SMALL)
+add("zero3-memory-lost", FILE, "whole.set_(self.memory.like(whole))", "self.memory.like(whole)",
+    "weights are gathered into new memory in every step", SMALL)
+add("zero3-memory-shared", FILE, "lease = block[:]", "lease = block[: len(block) // 2]",
+    "a weight's memory is cut off", "common/test_zero3.py::test_memory_is_used_again_when_nothing_else_uses_it")
+add("zero3-memory-kept", FILE, "self.free.clear()", "pass", "memory of other sizes is kept for ever",
+    "common/test_zero3.py::test_no_more_memory_is_kept_than_was_used_at_once")
+add("zero3-signatures", FILE, "without_setup_context(getattr(part, name))", "getattr(part, name)",
+    "torch inspects a signature at every hook", WHOLE)
 add("zero3-old-average", "finetune/common/engine.py", "optimizer._partition_all_parameters()", "pass",
     "weights that are gathered are not exchanged for their average",
     "common/test_zero3.py::test_the_average_replaces_weights_that_are_gathered")

@@ -28,7 +28,8 @@ from common.zero3 import (
     gathered_whole,
     joined,
     keeps_small_weights,
-    quicken_gloo,
+    quicken_cpu,
+    quicken_hooks,
     quicken_linear,
     suited_to_device,
 )
@@ -90,10 +91,11 @@ def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict, whole: Iterable
     ds = suited_to_device(fit_buckets(ds, trained))
     if stage_of(ds) == 3:
         quicken_linear()
-        quicken_gloo()
+        quicken_cpu()
     with gathered_whole(whole) if stage_of(ds) == 3 else nullcontext():
         engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)
     if stage_of(ds) == 3:
+        quicken_hooks(engine.module)
         engine.optimizer.flatten = joined
         if keeps_small_weights(ds):
             SmallWeights(engine)

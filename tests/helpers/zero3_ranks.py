@@ -40,11 +40,13 @@ def start(process, folder: str):
 def compare_steps(process, _, folder: str) -> None:
     """Four steps as in plain PyTorch, of which the third is skipped. Small weights are the new ones, whole on every
     rank, right after the step, and all that the second and later ones take is one message. Large weights are gathered
-    by broadcasts, and the gradients of small ones reduced together."""
+    by broadcasts into memory that is kept for them, and the gradients of small ones reduced together."""
     engine, plain = start(process, folder), network()
     net, optimizer = engine.module.model, engine.optimizer.optimizer
     theirs = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.0, betas=optimizer.defaults["betas"])
     inputs = torch.randn(4, process.world, 3, 5, generator=torch.Generator().manual_seed(1))
+    places = []  # of the only large weight, while it is gathered
+    net[0].register_forward_hook(lambda layer, *_: places.append(layer.weight.data_ptr()))
     for step, both in enumerate(inputs):
         skipped = step == 2
         with Traffic() as passes, mock.patch.object(zero3, "TOGETHER", THRESHOLD):
@@ -71,6 +73,9 @@ def compare_steps(process, _, folder: str) -> None:
                 torch.testing.assert_close(found.data, expected.data, rtol=1e-5, atol=1e-6)
             else:
                 assert found.numel() == 0, f"{name} stays gathered"
+    kept = {block.ctypes.data for blocks in zero3.Broadcasts.memory.free.values() for block in blocks}
+    places = set(places[1:])  # in the first step small weights are gathered too, and take turns with it
+    assert len(places) == 1 and places <= kept, (places, kept)
     for name, value in full_weights(engine).items():
         torch.testing.assert_close(value, plain.get_parameter(name).data, rtol=1e-5, atol=1e-6)
 

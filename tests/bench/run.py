@@ -25,6 +25,8 @@ BENCHMARKS = {
     "checkpoint": ["bench_checkpoint.py", "--millions", "20"],
     "loss": ["bench_loss.py"],
     "step": ["bench_step.py"],
+    # A record takes 0.3 % of a step: more rounds than a step needs, so that noise does not decide.
+    "logging": ["bench_step.py", "--side", "zero2", "--side", "no_tracker", "--rounds", "40"],
     "step_large": ["bench_step.py", "--size", "large"],
     "zero3_large": ["bench_step.py", "--size", "large", "--side", "zero2", "--side", "zero3"],  # else beyond 24 GB
     "first_step": ["bench_first_step.py"],

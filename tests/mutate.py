@@ -247,7 +247,9 @@ add("zero3-memory-shared", FILE, "lease = block[:]", "lease = block[: len(block)
     "a weight's memory is cut off", "common/test_zero3.py::test_memory_is_used_again_when_nothing_else_uses_it")
 add("zero3-memory-kept", FILE, "self.free.clear()", "pass", "memory of other sizes is kept for ever",
     "common/test_zero3.py::test_no_more_memory_is_kept_than_was_used_at_once")
-add("zero3-signatures", FILE, "without_setup_context(getattr(part, name))", "getattr(part, name)",
+add("zero3-views", FILE, '"stage3_allgather_sequential": True', '"stage3_allgather_sequential": False',
+    "weights that are gathered together are garbage", SMALL)
+add("zero3-signatures", FILE, "without_setup_context(function)", "function",
     "torch inspects a signature at every hook", WHOLE)
 add("zero3-old-average", "finetune/common/engine.py", "optimizer._partition_all_parameters()", "pass",
     "weights that are gathered are not exchanged for their average",

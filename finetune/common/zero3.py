@@ -93,11 +93,12 @@ class Linear(torch.autograd.Function):
 
 def quicken_hooks(module: nn.Module) -> None:
     """The hooks that DeepSpeed puts around the backward pass of each module are autograd functions with a
-    setup_context, for which torch inspects a signature at every call. After this they are called without."""
+    setup_context, for which torch inspects a signature at every call. This replaces them by functions without one."""
     for part in module.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):
-            if name in vars(part):
-                setattr(part, name, without_setup_context(getattr(part, name)))
+            function = vars(part).get(name)
+            if function and "setup_context" in vars(function):
+                setattr(part, name, without_setup_context(function))
 
 
 def without_setup_context(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -115,12 +116,14 @@ def without_setup_context(function: type[torch.autograd.Function]) -> type[torch
 
 def suited_to_device(ds: dict) -> dict:
     """The JSON that DeepSpeed gets: on CPUs, weights are gathered one by one where they stay, not layer by layer into a
-    buffer that they are copied from. No message is too small for that, because small weights stay gathered."""
+    buffer that they are copied from. No message is too small for that, because small weights stay gathered.
+
+    The file cannot change that: Broadcasts relies on it."""
     from deepspeed.accelerator import get_accelerator
 
     if stage_of(ds) < 3 or get_accelerator().device_name() != "cpu":
         return ds
-    return ds | {"zero_optimization": {"stage3_allgather_sequential": True} | ds["zero_optimization"]}
+    return ds | {"zero_optimization": ds["zero_optimization"] | {"stage3_allgather_sequential": True}}
 
 
 def quicken_cpu() -> None:
@@ -143,8 +146,10 @@ class Broadcasts:
     memory = None  # of the engine that was started last
 
     def __init__(self, own: torch.Tensor, whole: torch.Tensor, group=None):
-        if whole.dtype == torch.float32:  # in bf16 the gradients' fp32 sums take the place of released weights
-            whole.set_(self.memory.like(whole))  # the system has given no pages yet for what it had
+        # DeepSpeed's buffer was never touched, so dropping it is free; it takes views of it only later. Only in fp32:
+        # in bf16 the gradients' fp32 sums need the memory of released weights.
+        if whole.dtype == torch.float32:
+            whole.set_(self.memory.like(whole))
         shards, rank = whole.chunk(dist.get_world_size(group)), dist.get_rank(group)
         if own.data_ptr() != shards[rank].data_ptr():
             shards[rank].copy_(own)
@@ -159,7 +164,7 @@ class KeptMemory:
     """Memory for the weights that are gathered and released in every step. glibc would give it back to the system,
     which has to clear all of its pages again: a tenth of the processor time of a step of 121 M weights.
 
-    Kept and used memory together are never more than was used at once."""
+    Free and leased memory together never exceed what was leased at once."""
 
     def __init__(self):
         self.free: dict[int, list] = {}  # blocks by size in bytes

@@ -31,7 +31,9 @@ def start(process, folder: str):
     config = RunConfig(precision="fp32", lr=LR, max_grad_norm=0.0, weight_decay=0.0)
     folder = Path(folder, str(process.rank))
     folder.mkdir()
-    ds = resolve_ds(support.stage_file(folder, 3, stage3_param_persistence_threshold=THRESHOLD), config, process.world)
+    # Not obeyed: views of buffers that are gathered into other memory would hold anything.
+    settings = {"stage3_param_persistence_threshold": THRESHOLD, "stage3_allgather_sequential": False}
+    ds = resolve_ds(support.stage_file(folder, 3, **settings), config, process.world)
     net = network()
     optimizer = build_optimizer(parameter_groups(net, 0.0, ()), config, ds)
     return start_engine(net, lambda net, x: LossOutput(F.silu(net(x)).sum(), {}), optimizer, ds)

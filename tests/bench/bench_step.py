@@ -45,7 +45,7 @@ SIZES = {"tiny": ((2, 2, 1 / 16), 60, 4, 15, 6), "large": ((2, 5, 1 / 2), 20, 2,
 TEXT = "[S1] The river is quiet in winter."
 RANKS, CHANNELS, TAIL, ACCUMULATION = 2, 9, 16, 4
 SIDES = "zero2 raw ddp hf hf_own_loss trl zero3 no_tracker accumulation forward_backward".split()
-DEFAULTS = {"tiny": [side for side in SIDES if side != "no_tracker"], "large": ["zero2", "raw", "ddp", "hf"]}
+DEFAULTS = {"tiny": [side for side in SIDES if side != "no_tracker"], "large": ["zero2", "raw", "ddp"]}
 
 
 def main() -> None:

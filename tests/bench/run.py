@@ -27,8 +27,10 @@ BENCHMARKS = {
     "step": ["bench_step.py"],
     # A record takes 0.3 % of a step: more rounds than a step needs, so that noise does not decide.
     "logging": ["bench_step.py", "--side", "zero2", "--side", "no_tracker", "--rounds", "40"],
+    # All sides at once would need more than 24 GB.
     "step_large": ["bench_step.py", "--size", "large"],
-    "zero3_large": ["bench_step.py", "--size", "large", "--side", "zero2", "--side", "zero3"],  # else beyond 24 GB
+    "trainer_large": ["bench_step.py", "--size", "large", "--side", "zero2", "--side", "hf"],
+    "zero3_large": ["bench_step.py", "--size", "large", "--side", "zero2", "--side", "zero3"],
     "first_step": ["bench_first_step.py"],
     "recompute": ["bench_recompute.py"],
     "batches": ["bench_batches.py"],

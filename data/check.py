@@ -11,14 +11,17 @@ clips of --listen are written to DIR.check.
 import argparse
 import hashlib
 import re
+import sys
 import unicodedata
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, between, command_parser, run_command
 from lib.clips import REFERENCES
-from lib.errors import UserError, between, command_parser, run
 
 CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")  # not tabs and line ends (become blanks) or NUL (dropped)
 MAX_NAMES = 5  # ids printed per line
@@ -288,4 +291,4 @@ def listen(folder: Path, info: dict, count: int, weights: str | None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -21,7 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UserError, between, command_parser, run
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, between, command_parser, run_command
 
 # Clustering takes memory for all pairs of clips, 0.8 GB for these. Of more clips, a part is clustered and the others
 # join the nearest cluster.
@@ -223,4 +225,4 @@ def describe(clusters: np.ndarray, known: list[str | None]) -> dict:
 
 if __name__ == "__main__":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # embeddings are quick on a CPU
-    run(main)
+    run_command(main)

@@ -11,9 +11,12 @@ process.
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
-from lib.errors import UserError, command_parser, run
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, command_parser, run_command
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -159,4 +162,4 @@ def add_to_tensorboard(folder: Path, step: int, waves: dict, rate: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the GPUs belong to training
-    run(main)
+    run_command(main)

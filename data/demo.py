@@ -12,10 +12,13 @@ import hashlib
 import importlib
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 
-from lib.errors import UserError, command_parser, run
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, command_parser, run_command
 from lib.store import locked, sync_folder, versions, write_json
 
 HERE = Path(__file__).resolve().parent
@@ -93,4 +96,4 @@ def build(folder: Path, final: Path, model: str) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

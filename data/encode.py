@@ -23,8 +23,10 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, between, command_parser, run_command
 from lib.clips import LABELS, REFERENCES, Clip, Options, Skipped
-from lib.errors import UserError, between, command_parser, run
 from lib.pool import Todo, run_workers
 from lib.resume import ClipResult, Finished, Job, clips_key, is_current, load_finished, save_part, unfinished
 from lib.sources import READERS, count_wanted, find_clips
@@ -452,4 +454,4 @@ def exit_code(clips: list[Clip], finished: Finished, max_reject: float) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    run(main)
+    run_command(main)

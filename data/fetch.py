@@ -9,9 +9,12 @@ commit. All commands download what they need by themselves, so this one is never
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from lib.errors import UserError, command_parser, run
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, command_parser, run_command
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

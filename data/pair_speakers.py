@@ -10,11 +10,14 @@ are a reference themselves or --allow-no-ref is set (their `ref` is empty).
 import argparse
 import hashlib
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, between, command_parser, run_command
 from lib.clips import REFERENCES
-from lib.errors import UserError, between, command_parser, run
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -97,4 +100,4 @@ def choose_references(clips: list[dict], shortest: float, longest: float, seed: 
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

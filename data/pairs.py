@@ -29,8 +29,10 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, between, command_parser, run_command
 from lib.clips import AUDIO_SUFFIXES, walk
-from lib.errors import UserError, between, command_parser, run
 from lib.hf import open_hf
 from lib.waveform import Reject, prepare, read_samples
 
@@ -385,4 +387,4 @@ def in_order(function, items: list, workers: int) -> Iterator:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -20,10 +20,13 @@ import argparse
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from lib.errors import UserError, command_parser, run
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, command_parser, run_command
 
 RATE = 16000  # Hz, the rate of all supported models
 
@@ -242,4 +245,4 @@ def require_folder(flag: str, name: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the GPUs belong to training
-    run(main)
+    run_command(main)

@@ -17,11 +17,14 @@ is no discriminator, so the sound is a little buzzy. Stop it at any time: the sa
 import argparse
 import math
 import shutil
+import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, between, command_parser, run_command
 from lib.clips import AUDIO_SUFFIXES, walk
-from lib.errors import UserError, between, command_parser, run
 from lib.store import hash_file, refuse_existing, versions, write_json
 from lib.waveform import Reject, prepare, read_samples
 
@@ -378,4 +381,4 @@ def save(model, args: argparse.Namespace, figures: dict, minutes: float) -> None
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -14,6 +14,7 @@ samples and of the recorded clips; `caption`, with a model such as CLAP, how wel
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -21,8 +22,10 @@ import decode
 import numpy as np
 import score
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from common.errors import UserError, command_parser, run_command
 from lib.embedding import agreement, frechet, load_embedder
-from lib.errors import UserError, command_parser, run
 
 POLL_SECONDS = 1.0
 # What a sample gets that is silent or cannot be decoded: leaving it out would make a silent model the best.
@@ -172,4 +175,4 @@ def read_facts(file: Path) -> dict | None:
 
 if __name__ == "__main__":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the GPUs belong to training
-    run(main)
+    run_command(main)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from common.config import UserError, flag, parse_args
+from common.config import flag, parse_args
 from common.ds_config import resolve_ds, stage_of
+from common.errors import UserError
 from common.runtime import catch_signals, forbid_codec_imports, skip_unused_imports
 from models.dia.flags import DiaFlags
 

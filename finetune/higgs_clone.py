@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 from common import attention, compiling
-from common.config import UserError, flag, parse_args
+from common.config import flag, parse_args
 from common.ds_config import resolve_ds, stage_of
+from common.errors import UserError
 from common.runtime import catch_signals, forbid_codec_imports, skip_unused_imports
 from common.sample_scores import SampleScores, SpeechFlags, best_score, demo_measures
 

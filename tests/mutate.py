@@ -343,7 +343,8 @@ add("hub-begins-anew", FILE, "have = part.stat().st_size if part.exists() else 0
     "data/test_fetch.py::test_a_download_that_was_killed_continues_where_it_was")
 add("hub-damage", FILE, "if hash_file(part) != sha256:", "if False:", "half of another file passes for weights",
     "data/test_fetch.py::test_a_damaged_part_is_noticed_and_downloaded_again")
-add("disk-errors", "data/lib/errors.py", "    except OSError as error:", "    except ZeroDivisionError as error:",
+FILE = "finetune/common/errors.py"
+add("disk-errors", FILE, "    except OSError as error:", "    except ZeroDivisionError as error:",
     "a folder that cannot be written is a traceback", "test_mistakes.py::test_a_mistake_is_one_sentence")
 
 # plan, randomness, data of a step
@@ -526,7 +527,7 @@ add("fit-batch", "finetune/common/fit.py", "config.accumulation * part", "config
 add("plan-longest", "finetune/common/plan.py", " - np.argmax(padded[::-1])", "",
     "memory is predicted for a clip that was left over",
     "common/test_plan.py::test_a_clip_that_was_left_over_is_not_the_micro_batch_that_takes_most_memory")
-add("flags-abbreviated", "finetune/common/config.py", "allow_abbrev=False", "allow_abbrev=True",
+add("flags-abbreviated", "finetune/common/errors.py", "allow_abbrev=False", "allow_abbrev=True",
     "--lr-floor is taken for another flag", "common/test_config.py::test_unknown_and_abbreviated_flags_are_refused")
 REPORT = "common/test_report.py::"
 add("report-escape", "finetune/common/report.py", "autoescape=True", "autoescape=False",

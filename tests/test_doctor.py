@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from infer import doctor
 
 

@@ -16,7 +16,7 @@ import pytest
 import soundfile
 
 import dia_lora
-from common.config import UserError
+from common.errors import UserError
 from helpers import support
 from infer import dispatch
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import soundfile
 
+from common.errors import run_command
 from helpers import support, warm_ranks
-from lib.errors import run
 
 TRAIN_DIA = "dia_lora --model {dia}/dia --data {dia}/tokens/train --steps 1 --precision fp32 --out {here}/new"
 TRAIN_MOT = "llama_mot --model {mot}/llama --musicgen {mot}/musicgen --data {mot}/tokens --steps 1 --out {here}/new"
@@ -275,7 +275,7 @@ def test_audio_that_cannot_be_used(kind, tmp_path, demo, monkeypatch, capsys):
     ]
     monkeypatch.setattr("sys.argv", ["encode.py", *map(str, words)])
     with pytest.raises(SystemExit) as left:
-        run(encode.main)
+        run_command(encode.main)
     last = capsys.readouterr().err.splitlines()[-1]
     assert left.value.code == 2
     assert re.fullmatch(rf"error: all 1 clips were rejected; the first: a: .*({said}).*", last), last

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from helpers import support
 from infer.watch import make_server, version_of
 

@@ -29,14 +29,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # data/
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "finetune")]
 
+from common.errors import UserError, command_parser, run_command
 from demos.clone import save_codec
 from demos.dia import save_dia
 from demos.higgs import SPECIAL, save_model
 from demos.voices import WORDS, sentences, speak
 from lib.codec import describe, hash_weights
-from lib.errors import UserError, command_parser, run
 from lib.store import hash_file, refuse_existing, write_json, write_jsonl
 
 DATA = Path(__file__).resolve().parents[1]
@@ -394,4 +394,4 @@ def copy_tokens(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

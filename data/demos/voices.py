@@ -16,9 +16,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # data/
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "finetune")]
 
-from lib.errors import UserError, command_parser, run
+from common.errors import UserError, command_parser, run_command
 from lib.store import refuse_existing
 
 WORDS = (
@@ -72,4 +72,4 @@ def speak(voice: str, text: str, file: Path, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from common.errors import UserError
 from lib.clips import (
     REFERENCES,
     Clip,
@@ -17,7 +18,6 @@ from lib.clips import (
     json_samples,
     read_text,
 )
-from lib.errors import UserError
 
 
 def read_chatml(source: Path, options: Options) -> Iterator[Clip]:

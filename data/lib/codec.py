@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.errors import UserError
+from common.errors import UserError
 
 # model_type in config.json -> name in --codec and in dataset.json
 KINDS = {"dac": "dac", "encodec": "encodec", "musicgen": "encodec", "higgs_audio_v2_tokenizer": "higgs"}

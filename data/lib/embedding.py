@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lib.errors import UserError
+from common.errors import UserError
 
 WINDOW_SECONDS = 10.0  # of sound per embedding, unless the model says otherwise
 

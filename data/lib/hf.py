@@ -4,8 +4,8 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.errors import UserError
 from lib.clips import ID_NAMES, TEXT_NAMES, Clip, Options, as_text, as_texts, as_weight
-from lib.errors import UserError
 from lib.hub import explain
 
 

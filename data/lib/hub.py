@@ -12,7 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lib.errors import UserError
+from common.errors import UserError
 
 # What from_pretrained may ask for; not the same weights in other formats, nor the authors' own in subfolders.
 FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from common.errors import UserError
 from lib.clips import (
     AUDIO_SUFFIXES,
     UNREADABLE_SUFFIXES,
@@ -19,7 +20,6 @@ from lib.clips import (
     unreadable,
     walk,
 )
-from lib.errors import UserError
 
 CUT_TOLERANCE = 1.0  # seconds by which a file that was cut to the captioned part may be longer
 

@@ -10,8 +10,8 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+from common.errors import UserError
 from lib.clips import Clip
-from lib.errors import UserError
 from lib.resume import Job, source_key
 from lib.sources import content_stamp, read_content
 

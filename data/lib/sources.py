@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from common.errors import UserError
 from lib.chats import read_chatml, read_metadata_json, reference_clip, with_references
 from lib.clips import (
     AUDIO_NAMES,
@@ -40,7 +41,6 @@ from lib.clips import (
     unreadable,
     walk,
 )
-from lib.errors import UserError
 from lib.hf import hf_content, open_hf, read_hf
 from lib.musiccaps import musiccaps_rows, read_legacy_npy, read_musiccaps
 from lib.waveform import Reject

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lib.errors import UserError
+from common.errors import UserError
 
 ROWS_PER_BATCH = 512
 BYTES_PER_FILE = 500_000_000

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import say, still_alive
 
 CHUNK = 2**24  # bytes that are hashed at a time

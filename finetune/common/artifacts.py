@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from common.config import UserError
+from common.errors import UserError
 
 
 def read_record(path: Path) -> dict:

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from typing import Literal
 
-from common.config import UserError
+from common.errors import UserError
 from common.hub import on_paper
 
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]

@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from common import reshard
-from common.config import UserError
+from common.errors import UserError
 from common.metrics import is_due
 from common.runtime import (
     Process,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from common import hub
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import say
 
 FILE = "codec.json"

@@ -2,8 +2,8 @@
 
 import functools
 
-from common.config import UserError
 from common.ds_config import stage_of
+from common.errors import UserError
 from common.runtime import say
 
 HELP = "compile the layers for training (torch.compile): the first steps take longer; not with ZeRO-3"

@@ -5,80 +5,17 @@ Precedence: default < the recipe's demo values (only if neither model nor data i
 
 import argparse
 import dataclasses
-import difflib
-import errno
 import json
 import math
-import re
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin
 
-EXIT_USER_ERROR = 2
+from common.errors import EXIT_USER_ERROR, UserError, command_parser, unknown_flag
+
 TRACKERS = ("tensorboard", "wandb", "trackio")
-EXIT_STOPPED = 75  # stopped early by a signal with everything saved: run the same command again to continue
-
-
-class UserError(Exception):
-    """A user's mistake: one sentence naming the flag, file or sample, shown without a traceback."""
-
-
-def disk_error(error: OSError) -> str | None:
-    """A sentence about a file that cannot be read or written; None for an error of another kind."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.filename or 'a file'} cannot be written: the disk is full; free some space and try again."
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename} cannot be read or written ({error.strerror}); check the path and its permissions."
-    return None
-
-
-# ---- the commands in infer/ -------------------------------------------------------------------------------------
-
-
-class CommandParser(argparse.ArgumentParser):
-    """argparse with one sentence per mistake, without the list of all flags; a misspelt flag names the nearest."""
-
-    def error(self, message: str):
-        unknown = re.match(r"unrecognized arguments: (\S+)", message)
-        message = unknown_flag(unknown[1], self) if unknown else f"{message.rstrip('.')}; --help lists the flags."
-        self.exit(EXIT_USER_ERROR, f"error: {message}\n")
-
-
-def command_parser(doc: str) -> CommandParser:
-    return CommandParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-
-def between(kind: type, low: float, high: float = math.inf, *, above: bool = False):
-    """A type for argparse: a number from `low` to `high`, which refuses NaN and infinity. `above`: not `low` itself."""
-
-    def number(text: str):
-        value = kind(text)
-        if not low <= value <= high or (above and value == low) or value == math.inf:
-            bounds = f"above {low:g}" if above else f"{low:g} or more" if high == math.inf else f"{low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range: it takes {bounds}")
-        return value
-
-    number.__name__ = kind.__name__  # for argparse's own message about what is no number
-    return number
-
-
-def run_command(work, args) -> None:
-    """Runs work(args) and exits; a mistake is one sentence and exit code 2."""
-    try:
-        work(args)
-    except UserError as error:
-        sentence = str(error)
-    except OSError as error:
-        sentence = disk_error(error)
-        if not sentence:
-            raise
-    else:
-        return
-    sys.stdout.flush()  # what was said before comes first
-    print(f"error: {sentence}", file=sys.stderr)
-    sys.exit(EXIT_USER_ERROR)
 
 
 # ---- the flags of a recipe ---------------------------------------------------------------------------------------
@@ -361,15 +298,6 @@ def _kind(item: dataclasses.Field) -> dict:
     if get_origin(item.type) is list:
         return {"nargs": "*", "type": get_args(item.type)[0]}
     return {"type": item.type, "metavar": item.type.__name__.upper()}
-
-
-def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    if not word.startswith("-"):
-        return f"{word!r} follows a flag that does not take it; --help lists the flags."
-    name = word.split("=")[0]
-    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else "; --help lists the flags.")
 
 
 def read_config_file(path: str, config_class) -> dict:

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.config import UserError
+from common.errors import UserError
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 

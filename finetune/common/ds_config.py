@@ -4,7 +4,8 @@ import difflib
 import json
 from pathlib import Path
 
-from common.config import RunConfig, UserError
+from common.config import RunConfig
+from common.errors import UserError
 
 BF16_RANKS = 8  # more ranks than this add their gradients up in fp32, at twice the communication
 KEYS = ("zero_optimization", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size", "data_types")

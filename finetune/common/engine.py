@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.config import UserError
 from common.contracts import LossOutput
 from common.ds_config import fit_buckets, stage_of
+from common.errors import UserError
 from common.hub import on_paper
 from common.memory import count_parameters, peak_memory, saved_bytes, try_in_memory
 from common.one_piece import OnePiece, reduces_in_one_piece, weights_by_broadcast

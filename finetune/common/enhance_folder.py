@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from common.config import UserError
+from common.errors import UserError
 from common.runs import make_writable
 from common.runtime import print_above, say
 

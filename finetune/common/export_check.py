@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.memory import count_parameters
 from common.runs import replace_folder
 from common.runtime import free_memory, on_main_for_long, say

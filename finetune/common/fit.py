@@ -6,8 +6,9 @@ import io
 import math
 import re
 
-from common.config import RunConfig, UserError
+from common.config import RunConfig
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.runtime import Process, say, still_alive
 
 ROOM = 0.9  # of the card: CUDA itself and the allocator's fragments take the rest

@@ -2,8 +2,8 @@
 
 import torch
 
-from common.config import UserError
 from common.engine import full_gradient, full_weights, trainable
+from common.errors import UserError
 
 PATIENCE = 3  # steps; one in which all texts are dropped rightly leaves some encoder matrices without a gradient
 

@@ -7,7 +7,7 @@ import numpy as np
 from common import keyed_random
 from common.arrow import ArrowDataset, rows_named
 from common.codec import codec_identity, refuse_other_codec
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Process, say, still_alive
 from common.text_lengths import count_tokens
 from common.tokens import TokenDataset

@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.config import UserError
 from common.data_commands import DATA
+from common.errors import UserError
 from common.runtime import Process, Stopped, any_rank, gather_lists, stop_requested
 
 _folders = {}  # hub id -> the folder of the revision that this process uses

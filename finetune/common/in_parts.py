@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from common.config import UserError
 from common.contracts import LossOutput
 from common.engine import share_of_step
+from common.errors import UserError
 from common.memory import try_in_memory
 from common.runtime import Process, any_rank, say
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from common.arrow import ArrowDataset
-from common.config import UserError
+from common.errors import UserError
 from common.loss import IGNORE
 from common.speech_metrics import sdr, si_sdr
 

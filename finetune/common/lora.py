@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common import runs
 from common.checkpoint import write_json
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import skip_bitsandbytes
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.config import UserError
+from common.errors import UserError
 
 
 def write(

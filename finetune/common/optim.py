@@ -3,8 +3,9 @@
 import math
 from collections import defaultdict
 
-from common.config import RunConfig, UserError
+from common.config import RunConfig
 from common.ds_config import offloads_optimizer
+from common.errors import UserError
 
 
 def parameter_groups(model, weight_decay: float, no_decay: tuple[str, ...], lr_scale=None) -> list[dict]:

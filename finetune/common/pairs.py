@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from common.arrow import ArrowDataset, flat_views
-from common.config import UserError
+from common.errors import UserError
 from common.holdout import refuse_overlap
 from common.keyed_random import uniform
 from common.runtime import Process, on_main_for_long, say

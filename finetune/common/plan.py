@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from common import keyed_random as keyed
-from common.config import UserError
+from common.errors import UserError
 
 JITTER = 0.03  # relative; clips whose lengths differ by less may swap places from epoch to epoch
 

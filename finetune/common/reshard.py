@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

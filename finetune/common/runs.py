@@ -18,8 +18,9 @@ import torch
 
 from common import checkpoint
 from common.checkpoint import write_json
-from common.config import EXIT_STOPPED, RunConfig, UserError
+from common.config import RunConfig
 from common.ds_config import stage_of
+from common.errors import EXIT_STOPPED, UserError
 from common.metrics import Meter, Totals, Tracker
 from common.optim import warmup_steps
 from common.runtime import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from common.config import EXIT_STOPPED, EXIT_USER_ERROR, UserError, disk_error
+from common.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, disk_error
 
 DEFAULT_PORT = "29500"
 

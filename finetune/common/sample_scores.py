@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from common.codec import place_of_codec
-from common.config import RunConfig, UserError, flag
+from common.config import RunConfig, flag
+from common.errors import UserError
 from common.runtime import on_main, on_main_for_long, say
 
 WATCHER = Path(__file__).resolve().parents[2] / "data" / "watch.py"

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 import numpy as np
 
 from common import speech_metrics
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import cores_per_rank, still_alive
 
 TIMEOUT = 120.0  # seconds for one score, which takes 0.1

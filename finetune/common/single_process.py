@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from common.config import RunConfig, UserError
+from common.config import RunConfig
 from common.engine import LossModule
+from common.errors import UserError
 from common.runtime import Process, let_segments_grow
 
 DS = {"zero_optimization": {"stage": 0}}  # all that stage_of, build_optimizer and the memory prediction read

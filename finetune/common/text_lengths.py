@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from common.arrow import ArrowDataset, note_places, write_note
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Process, all_sum, from_main, gather_lists, say, still_alive
 
 ROWS = 2048  # texts that are tokenised at a time: all of 7 million at once would take 38 GB

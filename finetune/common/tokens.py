@@ -7,7 +7,7 @@ Arrow file: without it a flipped bit or a truncated file would load silently.
 import numpy as np
 
 from common.arrow import ArrowDataset, flat_views
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Process, on_main_for_long
 
 HELD_OUT = ["eval", "dev", "val", "valid", "validation", "test"]  # values of `split` that are never trained on

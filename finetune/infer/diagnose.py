@@ -17,8 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import build_config, find_recipe, read_record, trained_flags
-from common.config import UserError, command_parser, parse_words
 from common.config import check as check_flags
+from common.config import parse_words
+from common.errors import UserError, command_parser
 from common.runtime import forbid_codec_imports, run_main
 from common.scorer import Scorer
 

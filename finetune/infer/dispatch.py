@@ -16,7 +16,7 @@ from pathlib import Path
 FINETUNE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(FINETUNE))  # as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.errors import EXIT_USER_ERROR, UserError
 
 SCRIPTS = {
     "speak": {"dia_lora": "dia_speak.py", "dia_full": "dia_speak.py", "higgs_clone": "higgs_speak.py"},

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import free_memory, run_main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import find_recipe
-from common.config import UserError, command_parser, parse_words, run_command, unknown_flag
+from common.config import parse_words
+from common.errors import UserError, command_parser, run_command, unknown_flag
 
 # Flags that only one kind of model has, and their defaults.
 OPTIONS = {

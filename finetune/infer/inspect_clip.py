@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import build_config, read_record, trained_flags
-from common.config import NOT_REPEATED, UserError, build_parser, check, command_parser, read_config_file, unknown_flag
+from common.config import NOT_REPEATED, build_parser, check, read_config_file
+from common.errors import UserError, command_parser, unknown_flag
 from common.lora import read_lora
 from common.runtime import forbid_codec_imports, run_main, say, skip_unused_imports
 

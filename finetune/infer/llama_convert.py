@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import UserError, command_parser, run_command
+from common.errors import UserError, command_parser, run_command
 
 
 def parse_args():

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import UserError, between, command_parser, run_command
 from common.data_commands import require_folder_of
+from common.errors import UserError, between, command_parser, run_command
 from common.runtime import forbid_codec_imports, skip_unused_imports
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.config import UserError, command_parser, run_command
+from common.errors import UserError, command_parser, run_command
 from common.report import exported_checkpoint, read_records
 
 LOCAL_PATHS = ("ds", "model", "data", "eval_data", "test_data", "out", "tag_map", "musicgen", "resume")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the recipes
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.errors import EXIT_USER_ERROR, UserError
 from infer.dispatch import read_recipe
 
 

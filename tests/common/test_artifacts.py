@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from common.artifacts import build_config, find_recipe, read_record, trained_flags
-from common.config import RunConfig, UserError, flag
+from common.config import RunConfig, flag
+from common.errors import UserError
 
 RECIPES = ("cmgan", "diffusion_buffer")
 

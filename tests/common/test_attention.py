@@ -5,7 +5,7 @@ import torch
 from transformers import utils
 
 from common.attention import choose_attention
-from common.config import UserError
+from common.errors import UserError
 
 FLASH2, FLASH3, FLEX = "flash_attention_2", "flash_attention_3", "flex_attention"
 

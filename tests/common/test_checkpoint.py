@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from common import checkpoint, runtime
-from common.config import RunConfig, UserError
+from common.config import RunConfig
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from helpers import support
 
 IDENTITY = {"lr": 1e-3, "data_fingerprint": "abc", "lora_groups": ["attn"]}
@@ -470,7 +471,7 @@ import torch
 from test_checkpoint_helper import build, start_save
 from pathlib import Path
 from common import checkpoint
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import init_process
 ranks = init_process()
 engine, average = build(0)

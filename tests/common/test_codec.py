@@ -9,7 +9,7 @@ import pytest
 
 from common import codec
 from common.codec import codec_identity, find_codec, hash_weights, local_codec, recorded_codec, refuse_other_codec
-from common.config import UserError
+from common.errors import UserError
 
 DAC = {"codec": "dac", "sample_rate": 44100, "hop": 512, "weights": "some/dac", "weights_sha256": "1" * 64}
 

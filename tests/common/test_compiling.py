@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
 
 from common import compiling
-from common.config import UserError
+from common.errors import UserError
 from common.lora import base_model
 from helpers import higgs_support, mot_support
 

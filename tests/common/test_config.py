@@ -12,7 +12,8 @@ from typing import Literal
 
 import pytest
 
-from common.config import EXIT_USER_ERROR, HF_ALIASES, RunConfig, build_parser, flag, parse_args
+from common.config import HF_ALIASES, RunConfig, build_parser, flag, parse_args
+from common.errors import EXIT_USER_ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
 

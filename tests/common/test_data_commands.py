@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from common.config import UserError
 from common.data_commands import encode_recording, run_data
+from common.errors import UserError
 from common.tokens import TokenDataset
 
 

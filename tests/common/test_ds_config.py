@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RunConfig, UserError
+from common.config import RunConfig
 from common.ds_config import BF16_RANKS, fit_buckets, offloads_optimizer, resolve_ds, stage_of
+from common.errors import UserError
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from common import memory
-from common.config import RunConfig, UserError, flag, parse_args
+from common.config import RunConfig, flag, parse_args
 from common.ds_config import resolve_ds, stage_of
+from common.errors import UserError
 from common.fit import ROOM, card_bytes, fit
 from common.runtime import Process
 

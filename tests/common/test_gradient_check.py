@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from common import gradient_check
-from common.config import UserError
+from common.errors import UserError
 
 
 @pytest.fixture(params=["lora", "full"])

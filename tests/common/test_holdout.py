@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common import holdout, text_lengths
-from common.config import UserError
+from common.errors import UserError
 from common.holdout import check_holdout, refuse_overlap, rows_to_use, same_ids, same_sounds
 from common.tokens import TokenDataset
 from helpers import support

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import EXIT_USER_ERROR, UserError
+from common.errors import EXIT_USER_ERROR, UserError
 from helpers.higgs_support import make_clips
 from helpers.mot_support import build as build_mot
 from infer import dia_speak, higgs_speak, mot_generate

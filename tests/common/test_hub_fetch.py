@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common import hub, runtime
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Process, Stopped
 from helpers.hub_stand_in import serve
 

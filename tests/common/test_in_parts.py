@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common import engine, in_parts
-from common.config import UserError
 from common.contracts import LossOutput
+from common.errors import UserError
 from common.runtime import Process
 from common.single_process import PlainEngine
 from helpers import support

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.config import UserError
+from common.errors import UserError
 from common.lora import add_lora, resolve_groups
 
 GROUPS = {

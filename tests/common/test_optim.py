@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.config import RunConfig, UserError, flag
+from common.config import RunConfig, flag
+from common.errors import UserError
 from common.optim import (
     build_optimizer,
     describe_optimizer,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from common.keyed_random import uniform
 from common.pairs import Crops, PairDataset, speech_frames, split_pairs
 from helpers import support

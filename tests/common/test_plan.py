@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from common.plan import Mix, Plan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import RunConfig, UserError
+from common.config import RunConfig
+from common.errors import UserError
 from common.runs import empty_folder, identity, make_writable, replace_folder, run_folder, write_config
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from common import runtime
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import (
     ALLOCATOR,
     OLD_ALLOCATOR,
@@ -28,7 +28,7 @@ from helpers import support
 
 HEAD = """
 import sys
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Stopped, catch_signals, run_main, stop_requested
 def main(config):
 """

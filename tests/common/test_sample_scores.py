@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common import checkpoint, sample_scores
-from common.config import UserError
+from common.errors import UserError
 from common.runs import Run
 from common.sample_scores import MusicFlags, SampleScores, SpeechFlags, best_score
 

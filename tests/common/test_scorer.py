@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common import scorer as scorer_module
-from common.config import UserError
+from common.errors import UserError
 from common.scorer import Scorer, collect, measured, processes_per_rank
 from common.speech_metrics import measure, pesq_wb
 from helpers import support

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common import runtime, text_lengths
-from common.config import UserError
+from common.errors import UserError
 from common.text_lengths import count_tokens
 from common.tokens import TokenDataset
 

@@ -10,7 +10,7 @@ import pytest
 
 from common import arrow
 from common.arrow import flat_views
-from common.config import UserError
+from common.errors import UserError
 from common.tokens import TokenDataset
 from helpers import support
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from lib import errors
+from common.errors import run_command
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def script(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
-            errors.run(importlib.import_module(name).main)
+            run_command(importlib.import_module(name).main)
         out, err = capsys.readouterr()
         return stop.value.code, out, err
 

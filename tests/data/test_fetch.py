@@ -11,9 +11,9 @@ import time
 import fetch as fetch_command
 import pytest
 
+from common.errors import run_command
 from helpers import support
 from helpers.hub_stand_in import serve
-from lib.errors import run
 
 CHUNK = 10 * 2**20  # the hub's library hands over a download in pieces of this size
 NAME, GATED = "someone/model", "someone/gated"
@@ -145,7 +145,7 @@ def test_every_failure_is_one_sentence_with_the_way_out(case, hub, tmp_path, mon
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["fetch.py", *words])
     with pytest.raises(SystemExit) as left:
-        run(fetch_command.main)
+        run_command(fetch_command.main)
     printed = capsys.readouterr().err
     assert left.value.code == 2 and printed.startswith("error: ") and printed.count("\n") == 1, printed
     assert re.search(said, printed), printed

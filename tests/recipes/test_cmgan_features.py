@@ -15,8 +15,8 @@ import torch
 import cmgan
 from common import engine
 from common.artifacts import build_config
-from common.config import UserError
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.pairs import PairDataset
 from common.runs import Run
 from common.runtime import init_process

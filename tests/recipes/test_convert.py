@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import dia_lora
-from common.config import UserError
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.runtime import Process, init_process
 from helpers import dia_support, higgs_support, mot_support, support
 from helpers.cmgan_support import SMALL as CMGAN

@@ -357,7 +357,7 @@ def test_the_memory_of_8_bit_adamw_is_foretold(tmp_path):
     ],
 )
 def test_mistakes_are_one_sentence(demo, tmp_path, one_process, change, sentence):
-    from common.config import UserError
+    from common.errors import UserError
 
     if "tag_map" in change:
         change = change | {"tag_map": str(tmp_path / "tags.json")}

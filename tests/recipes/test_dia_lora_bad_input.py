@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dia_lora
-from common.config import UserError
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 import dia_lora
 from common import checkpoint, engine, runs
-from common.config import UserError, parse_args
+from common.config import parse_args
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.plan import Plan
 from common.runtime import init_process
 from common.tokens import TokenDataset

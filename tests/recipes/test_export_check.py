@@ -13,8 +13,8 @@ from transformers import DiaForConditionalGeneration
 import dia_full
 import dia_lora
 from common import export_check
-from common.config import UserError
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.metrics import Tracker
 from common.runtime import Process, init_process
 from helpers import dia_support, export_support, higgs_support, mot_support, support

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import higgs_clone
 from common import engine
-from common.config import UserError
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.lora import base_model
 from common.runtime import Process, init_process
 from common.tokens import TokenDataset

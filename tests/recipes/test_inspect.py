@@ -10,7 +10,7 @@ from datasets import load_from_disk
 from torch.nn import functional as F
 
 from common import inspection
-from common.config import UserError
+from common.errors import UserError
 from helpers import support
 from infer import inspect_clip
 

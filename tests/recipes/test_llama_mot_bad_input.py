@@ -9,8 +9,8 @@ import pytest
 
 import llama_mot
 from common import single_process
-from common.config import UserError
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support

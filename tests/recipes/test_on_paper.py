@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common import memory
-from common.config import UserError
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.runtime import Process
 
 ALONE = Process(0, 1, torch.device("cpu"))

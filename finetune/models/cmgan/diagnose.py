@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.memory import peak_memory
 from common.pairs import Crops, open_pairs
 from common.report import read_records

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.keyed_random import uniform
 from common.runs import Run
 from common.runtime import Process, gather_lists

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.keyed_random import uniform
 from common.pairs import PairDataset
 from common.runtime import Process, gather_lists

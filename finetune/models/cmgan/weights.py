@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint import allow_list, write_json
-from common.config import UserError
+from common.errors import UserError
 from common.runs import empty_folder, replace_folder
 from models.cmgan import signal
 from models.cmgan.network import Discriminator, TSCNet

@@ -9,7 +9,7 @@ import torch
 
 from common import samples
 from common.attention import sdpa_inside
-from common.config import UserError
+from common.errors import UserError
 from common.keyed_random import torch_seed
 from common.lora import base_model
 from common.runtime import Process

@@ -15,7 +15,7 @@ import torch
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from common import keyed_random
-from common.config import UserError
+from common.errors import UserError
 from common.lora import base_model
 from common.loss import IGNORE
 

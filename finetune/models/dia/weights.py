@@ -12,9 +12,9 @@ from common import checkpoint, hub, runs
 from common.artifacts import read_json
 from common.checkpoint import write_json
 from common.codec import FILE, recorded_codec, refuse_other_codec
-from common.config import UserError
 from common.ds_config import stage_of
 from common.engine import gathered
+from common.errors import UserError
 from common.hub import find_file, load_pretrained
 from common.runtime import Process, on_main, say
 from common.zero3 import suited_to_device

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.keyed_random import generator, uniform
 from common.pairs import PairDataset
 from models.diffusion_buffer import signal

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from common import engine, memory, optim, speech_metrics
-from common.config import UserError
 from common.ds_config import resolve_ds
+from common.errors import UserError
 from common.evaluation import evaluating
 from common.feed import to_device
 from common.keyed_random import generator

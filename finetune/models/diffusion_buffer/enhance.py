@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.config import UserError
 from common.enhance_folder import enhance_files
+from common.errors import UserError
 from common.keyed_random import generator
 from common.runtime import say
 from models.diffusion_buffer import signal

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common import samples, speech_metrics
-from common.config import UserError
+from common.errors import UserError
 from common.evaluation import evaluating
 from common.memory import try_in_memory
 from common.pairs import PairDataset

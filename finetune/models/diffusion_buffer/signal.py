@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.keyed_random import generator
 from models.diffusion_buffer.network import MULTIPLES, WIDTHS, groups_of
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from common.artifacts import read_record, trained_flags
 from common.checkpoint import masters, read_index, write_json
-from common.config import UserError
+from common.errors import UserError
 from common.runs import empty_folder, replace_folder
 from common.runtime import say
 from models.diffusion_buffer.network import build_network

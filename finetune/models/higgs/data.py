@@ -8,7 +8,7 @@ import torch
 
 from common import keyed_random as keyed
 from common.arrow import rows_named
-from common.config import UserError
+from common.errors import UserError
 from common.holdout import rows_to_use
 from common.runtime import Process, say, still_alive
 from common.text_lengths import count_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.loss import IGNORE
 from models.higgs.network import hidden_states
 

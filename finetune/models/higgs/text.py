@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from common.config import UserError
+from common.errors import UserError
 
 SYSTEM = "Generate audio following instruction."
 SCENE = "Audio is recorded from a quiet room."

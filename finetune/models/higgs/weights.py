@@ -9,7 +9,7 @@ import torch
 from common import runs
 from common.checkpoint import write_json
 from common.codec import FILE, recorded_codec, refuse_other_codec
-from common.config import UserError
+from common.errors import UserError
 from common.hub import find_file, folder, load_pretrained
 from common.runtime import Process, on_main, say
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from common import hub
 from common.codec import hash_weights, local_codec
-from common.config import UserError
 from common.engine import gathered, shard
+from common.errors import UserError
 from common.hub import load_pretrained, on_paper
 from common.keyed_random import torch_seed
 from common.runtime import say

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common import hub, keyed_random
-from common.config import UserError
+from common.errors import UserError
 from common.holdout import rows_to_use
 from common.loss import IGNORE
 from common.runtime import Process, say

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.config import UserError
+from common.errors import UserError
 from common.loss import IGNORE
 
 

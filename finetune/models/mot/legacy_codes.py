@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from common.arrow import note_places
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Process, on_main_for_long
 
 ENCODER = Path(__file__).resolve().parents[3] / "data" / "encode.py"

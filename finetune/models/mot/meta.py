@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from common import runs
-from common.config import UserError
+from common.errors import UserError
 
 # Meta's name of a tensor of layer i, the Hugging Face name, and the dimension in which model parallelism splits it.
 LAYER = {

@@ -12,8 +12,8 @@ import torch
 from common import hub, runs
 from common.checkpoint import write_json
 from common.codec import FILE, codec_identity, refuse_other_codec
-from common.config import UserError
 from common.engine import full_weights, gathered
+from common.errors import UserError
 from common.runtime import Process, on_main, say
 from models.mot.build import load_llama
 from models.mot.layout import Layout

@@ -10,8 +10,8 @@ import torch
 from transformers import DacModel, EncodecConfig, EncodecModel, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
 from transformers.models.dac.modeling_dac import Snake1d
 
+from common.errors import UserError
 from lib.codec import SNAKE_BLOCK, describe, in_chunks, load_codec, snake
-from lib.errors import UserError
 
 
 def noise(samples: int, seed: int = 0) -> torch.Tensor:

@@ -58,8 +58,8 @@ HALT = "save = encode.save_part; encode.save_part = lambda *part: (save(*part), 
 def start(arguments: list[str], out: Path, workers: int, halt: bool = False) -> subprocess.Popen:
     """The command in a new process; it writes part files often, so that there is something to resume from. `halt`: it
     goes no further than the first one, however busy the machine is."""
-    code = "import encode, time; from lib import errors; encode.SECONDS_PER_PART = 0.1; "
-    code += (HALT if halt else "") + "errors.run(encode.main)"
+    code = "import encode, time; from common.errors import run_command; encode.SECONDS_PER_PART = 0.1; "
+    code += (HALT if halt else "") + "run_command(encode.main)"
     guarded = f"import sys; sys.path.insert(0, {str(ROOT / 'data')!r})\nif __name__ == '__main__': {code}"
     script = out.parent / "run.py"  # a file, because spawned workers import the main module again
     script.write_text(guarded)

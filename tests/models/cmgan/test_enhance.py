@@ -10,8 +10,8 @@ import soundfile
 import torch
 
 from common import enhance_folder as enhance_files
-from common.config import UserError
 from common.enhance_folder import Source
+from common.errors import UserError
 from models.cmgan.enhance import FADE, enhance, enhance_folder, windows
 from models.cmgan.network import TSCNet
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Process
 from models.cmgan import network
 from models.cmgan import weights as weights_module

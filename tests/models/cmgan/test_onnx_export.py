@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from infer import convert
 from models.cmgan import network
 from models.cmgan.enhance import enhance

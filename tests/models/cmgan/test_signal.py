@@ -6,7 +6,7 @@ import torch
 from scipy import signal as scipy_signal
 
 import cmgan
-from common.config import UserError
+from common.errors import UserError
 from models.cmgan import signal, watch
 from models.cmgan.network import Discriminator, TSCNet
 

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from cmgan import Config, discriminator_loss, loss_terms
-from common.config import UserError
+from common.errors import UserError
 from common.pairs import Crops, PairDataset
 from common.runtime import Process
 from common.scorer import Scorer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.loss import IGNORE
 from models.dia.data import pad_texts
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import dia_full
-from common.config import UserError
+from common.errors import UserError
 from common.lora import base_model
 from common.loss import IGNORE, loss_head
 from common.runtime import Process

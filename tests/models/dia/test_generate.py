@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.keyed_random import torch_seed
 from common.runtime import Process
 from models.dia import generate

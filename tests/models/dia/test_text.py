@@ -8,7 +8,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from models.dia.layout import augment_tags, continue_text, read_tag_map, split_text, text_bytes
 
 TEXTS = [

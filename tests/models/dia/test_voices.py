@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.loss import IGNORE
 from common.plan import Plan
 from models.dia.layout import continue_text

@@ -14,7 +14,7 @@ from transformers import DiaForConditionalGeneration
 import dia_full
 import dia_lora
 from common import lora
-from common.config import UserError
+from common.errors import UserError
 from common.optim import parameter_groups
 from helpers import support
 from helpers.dia_support import native_of

@@ -15,7 +15,7 @@ import torch
 
 import cmgan
 import diffusion_buffer as recipe
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Process
 from helpers import support
 from helpers.diffusion_buffer_support import pair

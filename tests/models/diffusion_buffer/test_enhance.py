@@ -8,7 +8,7 @@ import soundfile
 import torch
 
 from common import speech_metrics as speech
-from common.config import UserError
+from common.errors import UserError
 from diffusion_buffer import Config
 from helpers.diffusion_buffer_support import overfit, pair, speechlike
 from models.diffusion_buffer import diagnose, signal

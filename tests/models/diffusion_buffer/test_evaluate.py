@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.runtime import Process
 from common.speech_metrics import si_sdr
 from helpers.diffusion_buffer_support import pair

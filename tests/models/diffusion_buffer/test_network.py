@@ -10,7 +10,7 @@ import soundfile
 import torch
 from torch.nn import functional as F
 
-from common.config import UserError
+from common.errors import UserError
 from diffusion_buffer import Config
 from infer import convert, enhance
 from models.diffusion_buffer.diagnose import randomised

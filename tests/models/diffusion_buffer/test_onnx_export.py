@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from helpers.diffusion_buffer_support import pair
 from infer import convert
 from models.diffusion_buffer.diagnose import randomised

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import diffusion_buffer as recipe
-from common.config import UserError
+from common.errors import UserError
 from diffusion_buffer import compute_loss
 from helpers.diffusion_buffer_support import batch_of, pair
 from models.diffusion_buffer import signal

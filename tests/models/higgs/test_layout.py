@@ -9,7 +9,7 @@ import pytest
 import soundfile
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 from common.loss import loss_head
 from common.tokens import TokenDataset
 from helpers.higgs_support import WEIGHTS, dialogues, make_clips, stats_of, tokenizer_of, weighted

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from common import lora
-from common.config import UserError
+from common.errors import UserError
 from helpers.mot_support import batch_of, build, loss_of, quantised_llama
 from models.mot.build import (
     PARTS,

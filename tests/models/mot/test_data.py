@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common import text_lengths
-from common.config import UserError
+from common.errors import UserError
 from common.loss import IGNORE
 from common.tokens import TokenDataset
 from helpers import support

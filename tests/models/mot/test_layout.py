@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from common.loss import IGNORE
 from models.mot.layout import Layout, flatten, music, unflatten
 

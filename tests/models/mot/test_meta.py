@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from common.config import UserError
+from common.errors import UserError
 from infer import llama_convert
 from models.mot.build import load_llama
 from models.mot.data import Tokenizer

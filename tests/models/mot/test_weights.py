@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import llama_mot
-from common.config import UserError
+from common.errors import UserError
 from helpers.mot_support import DS, SMALL, assets, batch_of, build, loss_of
 from models.mot.build import calibrate, legacy_layer_map, load_llama
 from models.mot.weights import base_fingerprint, describe, fill_legacy, load_adapter, merge_tables, write_adapter

@@ -7,7 +7,7 @@
 #   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others
 #   ./launch.sh bench [NAME...]              measure speed and memory against peers and limits, in one table
 #   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score,
-#                                            cluster_speakers, train_codec, fetch (a model or codec from the hub)
+#                                            cluster_speakers, fetch (a model or codec from the hub)
 #   ./launch.sh RECIPE [--ranks N] [flags]   train with finetune/RECIPE.py under DeepSpeed: on all GPUs, or as 2 ranks
 #                                            on a CPU; RECIPE: dia_lora, dia_full, higgs_clone, llama_mot, cmgan,
 #                                            diffusion_buffer
@@ -368,7 +368,7 @@ case $command in
         exec "$venv/bin/python" "$root/tests/bench/run.py" "$@"
         ;;
     slurm) submit "$@" ;;
-    encode | decode | check | pairs | pair_speakers | cluster_speakers | train_codec | score | fetch)
+    encode | decode | check | pairs | pair_speakers | cluster_speakers | score | fetch)
         setup
         if [[ -n ${SLURM_JOB_ID:-} && $command == encode ]]; then
             encode_in_slurm "$@"

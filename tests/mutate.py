@@ -1043,12 +1043,6 @@ add("data-flat-codes", FILE, "codes = codes.reshape(-1, codebooks)", "codes = co
 add("data-musiccaps-cut", "data/lib/musiccaps.py", "return replace(clip, start=start, end=end)", "return clip",
     "a whole video gets the caption of 10 s",
     "data/lib/test_sources.py::test_musiccaps_cuts_longer_recordings_to_the_captioned_part")
-FILE, BLOCK = "data/lib/fast_dac.py", "data/lib/test_fast_dac.py::test_a_block_is_as_exact_as_the_librarys"
-add("fast-dac-context", FILE, "REACH = 7, 39", "REACH = 7, 30", "codes change where a clip is cut into pieces", BLOCK)
-add("fast-dac-last-piece", FILE, "else piece[left:]", "else piece[left:-1]", "the end of a clip is lost", BLOCK)
-add("fast-dac-weight-norm", FILE, "conv.weight_g.double(), 0)", "conv.weight_g.double() * 0 + 1, 0)",
-    "descript's weights lose their lengths", BLOCK)
-add("fast-dac-bias", FILE, "return bias + self.bias", "return bias", "a residual unit's bias is left out", BLOCK)
 add("data-chunk-overlap", "data/lib/codec.py", "DAC_OVERLAP = 8", "DAC_OVERLAP = 0",
     "codes differ at the seams of chunks", "data/lib/test_codec.py::test_chunks_give_the_codes_of_the_whole_clip")
 add("data-encodec-scale", "data/lib/codec.py", "config.normalize or config.chunk_length_s or", "",

@@ -48,7 +48,6 @@ SHORT = {
     "cmgan": f"{PAIRS} --channels 4 --disc-channels 2 --probe 8 --warmup 1",
     "diffusion_buffer": "--steps 2 --width 8 --frames 16 --buffer 6 --micro-batch 1 --eval-files 1 --eval-every 2 "
     "--save-every 2 --samples 0 --precision fp32",
-    "train_codec": "--steps 4 --batch 2 --strides 4 4 --decoder-width 16",
     "speak": "--seconds 1",
     "infer": "--seconds 1",
     "generate": "--seconds 1",

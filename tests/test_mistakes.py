@@ -114,7 +114,6 @@ MISTAKES = {
     "data/pair_speakers {here}/folder --out {here}/new": "is not a dataset",
     "data/cluster_speakers {here}/folder --embedder {here}/nowhere --out {here}/new": "nowhere|is not a dataset",
     "data/score {here}/noisy/a.wav --wer {here}/folder": "cannot|--wer .*folder",
-    "data/train_codec --source {here}/nowhere --out {here}/new": "--source .*nowhere is not a folder with audio files",
     "data/demo --model x": "--model: invalid choice",
     "data/fetch modle": "neither a path on this machine nor a hub id, which has the form owner/name",
     # ---- infer/

@@ -7,18 +7,17 @@ demo-clone/model            a tiny Higgs, trained on many other voices (data/ass
 demo-clone/tokens/<split>   new voices, each clip with a reference by the same speaker; those of train and eval differ
 demo-clone/grammar.jsgf     all pairs of words that are said, for a recogniser
 
-data/demos/make_assets.py made data/assets.
+tools/make_assets made data/assets.
 """
 
 import json
 import shutil
 from pathlib import Path
 
-from demos.voices import WORDS
+from demos.speech import ASSETS, WORDS
 from lib.codec import hash_weights
 from lib.store import write_json, write_jsonl
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
 # Of the codec's nine: enough to tell voices apart (docs/log.md), and every one more makes the model larger.
 CODEBOOKS = 4
 
@@ -32,7 +31,7 @@ def build_parts(folder: Path, final: Path) -> None:
 
 
 def grammar() -> str:
-    """Pairs of words that follow each other in the sentences of data/demos/voices.py."""
+    """Pairs of words that follow each other in the sentences of data/demos/speech.py."""
     kinds = [f"({' | '.join(words)})" for words in WORDS]
     pairs = " | ".join(" ".join(pair) for pair in zip(kinds, kinds[1:], strict=False))
     return f"#JSGF V1.0;\ngrammar parts;\npublic <part> = {pairs};\n"

@@ -8,16 +8,31 @@ demo-speech/tokens/<split>  the new voice, encoded
 demo-speech/audio           recordings of some evaluation sentences
 demo-speech/grammar.jsgf    all sentences that can be said, for a recogniser
 
-Copies data/assets, which data/demos/make_assets.py made: files name their codec and recordings by absolute paths.
+Copies data/assets, which tools/make_assets made: files name their codec and recordings by absolute paths.
 """
 
+import itertools
 import json
+import random
 import shutil
 from pathlib import Path
 
 from lib.store import write_json, write_jsonl
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
+WORDS = (  # of the sentences, such as "bring seven yellow candles"
+    "bring show hide sell wash".split(),
+    "two three five seven nine".split(),
+    "red blue green yellow purple".split(),
+    "apples bottles candles tigers windows".split(),
+)
+
+
+def sentences() -> list[str]:
+    """All sentences, in an order in which any part has words of every kind."""
+    everything = [" ".join(words) for words in itertools.product(*WORDS)]
+    random.Random(0).shuffle(everything)
+    return everything
 
 
 def build_parts(folder: Path, final: Path) -> None:

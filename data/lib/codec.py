@@ -3,12 +3,10 @@
 Each clip is encoded alone, in fp32 and eval mode: padding in a batch, `.train()` or bf16 would change its codes.
 """
 
-import functools
 import hashlib
 import json
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +26,6 @@ PUBLISHED = {
 # chunks of 2.5 s are also the fastest: the activations of longer ones do not fit the caches.
 DAC_OVERLAP = 8
 DAC_CHUNK = {"cpu": 216, "cuda": 2592}
-# Values of an activation that are computed at a time, so that they stay in a core's cache.
-SNAKE_BLOCK = 2**16
 # EnCodec has an LSTM and Higgs attends to the whole clip: neither can be chunked, so memory limits the length.
 MAX_UNCUT_SECONDS = 120
 
@@ -149,13 +145,12 @@ def load_codec(path: Path, device: str = "cpu") -> Codec:
     else:
         model, encode, decode = LOADERS[kind](path)
     model.eval().requires_grad_(False).to(device)
-    if device == "cpu":
-        from lib.fast_dac import quicken_encoder
-
-        quicken_snakes(model)
-        quicken_encoder(model)
     if kind == "dac":
         encode = in_chunks(encode, format["hop"], DAC_CHUNK["cuda" if "cuda" in device else "cpu"])
+
+    def full_fp32():
+        # torch's default for convolutions on a GPU is TF32, whose fewer digits change codes.
+        return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
     @torch.inference_mode()
     def encode_on_device(wave):
@@ -174,19 +169,6 @@ def load_codec(path: Path, device: str = "cpu") -> Codec:
         encode=encode_on_device,
         decode=decode_on_device,
     )
-
-
-@contextmanager
-def full_fp32():
-    """Inside, convolutions on a GPU are fp32: torch's default is TF32 for them, whose fewer digits change codes."""
-    import torch
-
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def load_dac(path: Path):
@@ -257,27 +239,6 @@ def from_pretrained(model_class, path: Path, **kwargs):
         names = sorted(info["missing_keys"]) or sorted(info["mismatched_keys"])
         raise UserError(f"--codec-weights {path} lacks tensors that {model_class.__name__} needs: {names[0]}, ...")
     return model
-
-
-def quicken_snakes(model) -> None:
-    """Lets DAC's activations give the same values without walking through memory five times, which on a CPU takes
-    over a quarter of the encoder's time. Not for training: they work in place."""
-    for module in model.modules():
-        if type(module).__name__ == "Snake1d":
-            module.forward = functools.partial(snake, module.alpha)
-
-
-def snake(alpha, x):
-    """x + sin(alpha x)^2 / alpha of (B, C, T) with alpha (1, C, 1), some channels at a time."""
-    import torch
-
-    inverse, result = (alpha + 1e-9).reciprocal(), torch.empty_like(x)
-    channels = max(1, SNAKE_BLOCK // (x.shape[0] * x.shape[2]))
-    for first in range(0, x.shape[1], channels):
-        part = slice(first, first + channels)
-        value = torch.mul(x[:, part], alpha[:, part], out=result[:, part])
-        value.sin_().square_().mul_(inverse[:, part]).add_(x[:, part])
-    return result
 
 
 def in_chunks(encode: Callable, hop: int, chunk: int) -> Callable:

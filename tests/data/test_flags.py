@@ -18,8 +18,6 @@ FLAGS = {
     "check": "listen codec-weights",
     "pairs": "clean noisy noise voicebank source dn-lm split snr out sample-rate seed min-seconds max-reject workers",
     "cluster_speakers": "out embedder threshold",
-    "train_codec": "source out rate strides encoder-width decoder-width codebooks codebook-size codebook-dim steps "
-    "share batch crop lr held-out eval-every seed",
     "pair_speakers": "out min-seconds max-seconds seed allow-no-ref",
 }
 

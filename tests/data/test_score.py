@@ -62,7 +62,7 @@ VOICE = Path(__file__).parents[2] / "data" / "assets" / "voice"
 
 def test_a_recogniser_that_knows_the_sentences_hears_the_recordings(script, tmp_path):
     pytest.importorskip("pocketsphinx", reason="pip install --no-deps -r requirements-scoring.txt")
-    from demos.voices import sentences
+    from demos.speech import sentences
 
     waves = sorted((VOICE / "audio").glob("*.wav"))
     assert waves

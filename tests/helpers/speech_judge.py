@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "data"))
 
 from score import cosine, load_embedder, load_recogniser, read_mono, word_error_rate
 
-from demos.voices import sentences
+from demos.speech import sentences
 
 
 class Judge:

@@ -8,10 +8,9 @@ import pytest
 import soundfile
 import torch
 from transformers import DacModel, EncodecConfig, EncodecModel, HiggsAudioV2TokenizerConfig, HiggsAudioV2TokenizerModel
-from transformers.models.dac.modeling_dac import Snake1d
 
 from common.errors import UserError
-from lib.codec import SNAKE_BLOCK, describe, in_chunks, load_codec, snake
+from lib.codec import describe, in_chunks, load_codec
 
 
 def noise(samples: int, seed: int = 0) -> torch.Tensor:
@@ -71,15 +70,6 @@ def higgs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("codec") / "higgs"
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.mark.parametrize("clips", [1, 2])
-def test_the_quick_snake_equals_the_librarys_in_every_bit(clips):
-    library = Snake1d(7)
-    with torch.inference_mode():
-        library.alpha.copy_(noise(7).view(1, 7, 1) + 1)
-        x = 8 * noise(clips * 7 * (SNAKE_BLOCK // 4 + 13)).view(clips, 7, -1)  # several blocks, the last one smaller
-        assert torch.equal(snake(library.alpha, x), library(x))
 
 
 def test_describe(dac, encodec, higgs):

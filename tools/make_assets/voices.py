@@ -1,6 +1,6 @@
 """Synthetic speech for tiny models: four voices that say commands such as "bring seven yellow candles".
 
-    python data/demos/voices.py --out voices
+    python tools/make_assets/voices.py --out voices
 
 voices/<voice>/<number>.wav and .txt: every voice says all 625 sentences of five verbs, numbers, colours and things. The
 words are chosen so that a speech recogniser with this grammar (voices/grammar.jsgf) mistakes few of them. Needs flite
@@ -8,33 +8,20 @@ words are chosen so that a speech recogniser with this grammar (voices/grammar.j
 else of the project does.
 """
 
-import itertools
-import random
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "finetune")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "data"), str(ROOT / "finetune")]
 
 from common.errors import UserError, command_parser, run_command
+from demos.speech import WORDS, sentences
 from lib.store import refuse_existing
 
-WORDS = (
-    "bring show hide sell wash".split(),
-    "two three five seven nine".split(),
-    "red blue green yellow purple".split(),
-    "apples bottles candles tigers windows".split(),
-)
 VOICES = ("kal16", "awb", "rms", "slt")
-
-
-def sentences() -> list[str]:
-    """All sentences, in an order in which any part has words of every kind."""
-    everything = [" ".join(words) for words in itertools.product(*WORDS)]
-    random.Random(0).shuffle(everything)
-    return everything
 
 
 def grammar() -> str:

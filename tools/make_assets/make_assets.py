@@ -1,13 +1,13 @@
 """Make data/assets again: a codec, a tiny Dia that speaks, a tiny Higgs that clones, and voices they never heard.
 
-    python data/demos/make_assets.py --work assets-work --out new-assets
+    python tools/make_assets/make_assets.py --work assets-work --out new-assets
 
 Takes about three hours on 2 cores, most of them for the codec; --codec data/assets/codec uses the one that is there.
 Stop it at any time: the same command continues. Needs flite (Debian, Ubuntu: apt-get install flite), the only
 synthesiser; its voices are free (BSD-style licences). The steps:
 
-1. data/demos/voices.py: four voices say 625 sentences each
-2. data/train_codec.py: the codec, on all of them
+1. voices.py: four voices say 625 sentences each
+2. train_codec.py: the codec, on all of them
 3. more speech: AWB and RMS, the voices of Dia, say 585 of the sentences and parts of sentences four times each, at
    different speeds; they and KAL say all of it twice with throats of other sizes, which makes other voices of them; and
    SLT, the new voice, says 256 of the sentences and the parts twice. From sentences that are said once, Dia learned
@@ -29,17 +29,20 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "finetune")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "data"), str(ROOT / "finetune")]
+
+from voices import speak
 
 from common.errors import UserError, command_parser, run_command
 from demos.clone import save_codec
 from demos.dia import save_dia
 from demos.higgs import SPECIAL, save_model
-from demos.voices import WORDS, sentences, speak
+from demos.speech import WORDS, sentences
 from lib.codec import describe, hash_weights
 from lib.store import hash_file, refuse_existing, write_json, write_jsonl
 
-DATA = Path(__file__).resolve().parents[1]
+HERE, ENCODE = Path(__file__).resolve().parent, ROOT / "data" / "encode.py"
 HOP = 320  # samples per frame of the codec
 TAGS = {"awb": "[S1]", "rms": "[S2]", "slt": "[S1]"}
 THROATS = [round(0.85 + 0.05 * number, 2) for number in range(12)]  # factors on all frequencies, 1.4 is a small throat
@@ -113,11 +116,10 @@ def main() -> None:
     work = args.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
 
-    make(work / "voices", "demos/voices.py")
+    make(work / "voices", HERE / "voices.py")
     codec = (args.codec or work / "codec").absolute()
     if not args.codec:
-        settings = ["--batch", "4", "--steps", "6000", "--share", "0.35"]
-        make(codec, "train_codec.py", "--source", work / "voices", *settings)
+        make(codec, HERE / "train_codec.py", "--source", work / "voices")
     for name, what in AGAIN.items():
         speak_again(work / "voices", name, *what)
     for name, voices in ONCE.items():
@@ -125,15 +127,15 @@ def main() -> None:
         write_jsonl(work / "voices" / f"{name}.jsonl", clips)
     for name in (*AGAIN, *ONCE):
         words = ["--format", "jsonl", "--source", work / "voices" / f"{name}.jsonl"]
-        make(work / "tokens" / name, "encode.py", *words, "--codec", "dac", "--codec-weights", codec)
+        make(work / "tokens" / name, ENCODE, *words, "--codec", "dac", "--codec-weights", codec)
     train_dia(work, codec)
     train_higgs(work, codec)
     collect(work, codec, args.out)
 
 
-def make(result: Path, command: str, *words) -> None:
+def make(result: Path, script: Path, *words) -> None:
     if not result.exists():
-        call([sys.executable, DATA / command, "--out", result, *words])
+        call([sys.executable, script, "--out", result, *words])
 
 
 def call(words: list) -> None:
@@ -218,7 +220,7 @@ def train_dia(work: Path, codec: Path) -> None:
     ):
         if not (folder / "export" / "model.safetensors").exists():
             words = ["--model", model, *words, "--eval-data", tokens / "base-eval", "--out", folder, *TRAINING]
-            call([DATA.parent / "launch.sh", "dia_full", "--ranks", "1", *words])
+            call([ROOT / "launch.sh", "dia_full", "--ranks", "1", *words])
 
 
 # ---- Higgs -----------------------------------------------------------------------------------------------------
@@ -290,7 +292,6 @@ def word_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    sys.path.insert(0, str(DATA.parent / "finetune"))
     from models.higgs.text import SCENE, SYSTEM
 
     words = [word for kind in WORDS for word in kind]
@@ -316,7 +317,7 @@ def train_higgs(work: Path, codec: Path) -> None:
     for name, voices in speakers().items():
         speak_pairs(work / "voices", name, voices)
         words = ["--format", "jsonl", "--source", work / "voices" / f"{name}.jsonl", "--min-seconds", "0.2"]
-        make(tokens / name, "encode.py", *words, "--codec", "higgs", "--codec-weights", own_codec)
+        make(tokens / name, ENCODE, *words, "--codec", "higgs", "--codec-weights", own_codec)
     if not (work / "higgs-random").exists():
         draft = work / "higgs-random.tmp"
         shutil.rmtree(draft, ignore_errors=True)
@@ -329,7 +330,7 @@ def train_higgs(work: Path, codec: Path) -> None:
         # Without evaluation the last weights are exported. They clone and read best, long after the loss of new voices
         # was lowest.
         words = ["--model", work / "higgs-random", "--data", tokens / "clone-base", "--out", work / "higgs", *CLONING]
-        call([DATA.parent / "launch.sh", "higgs_clone", "--ranks", "1", *words])
+        call([ROOT / "launch.sh", "higgs_clone", "--ranks", "1", *words])
 
 
 # ---- the assets ------------------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
-"""Train a small DAC codec on your own audio, for speech or sounds that no public codec suits.
+"""Train the small DAC codec of the demos.
 
-    python data/train_codec.py --source my_clips --out codec
-    python data/encode.py --codec dac --codec-weights codec --source my_clips --out tokens/train
+    python tools/make_assets/train_codec.py --source voices --out codec
 
 The result is a `DacModel` folder of transformers. Training takes two phases, because a quantizer that starts from
 random codebooks collapses before encoder and decoder have learned anything:
 
-1. encoder and decoder alone, an autoencoder without a quantizer (--share of the steps);
+1. encoder and decoder alone, an autoencoder without a quantizer (SHARE of the steps);
 2. each codebook is initialised from the residual of the ones before it (principal directions, k-means), then
    everything is trained together.
 
@@ -14,117 +13,74 @@ The loss compares log-mel spectra at four resolutions, the waveform, and in phas
 is no discriminator, so the sound is a little buzzy. Stop it at any time: the same command continues where it stopped.
 """
 
-import argparse
 import math
 import shutil
 import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "data"), str(ROOT / "finetune")]
 
-from common.errors import UserError, between, command_parser, run_command
+from common.errors import UserError, command_parser, run_command
 from lib.clips import AUDIO_SUFFIXES, walk
 from lib.store import hash_file, refuse_existing, versions, write_json
 from lib.waveform import Reject, prepare, read_samples
 
+RATE = 16000  # Hz
+STRIDES = (5, 4, 4, 4)  # of the encoder's stages: 50 frames per second
+ENCODER_WIDTH, DECODER_WIDTH = 8, 256
+CODEBOOKS, CODEBOOK_SIZE, CODEBOOK_DIM = 9, 256, 8  # nine, as in Dia
+STEPS, BATCH, LR, SEED = 6000, 4, 1e-3, 0
+SHARE = 0.35  # of the steps without quantizer
+CROP = round(0.5 * RATE / math.prod(STRIDES)) * math.prod(STRIDES)  # samples
+HELD_OUT = 16  # clips kept for evaluation
 # Windows of the mel spectra in samples, and how many mel bands each resolves; a hop is a quarter of the window.
 MELS = {256: 24, 512: 48, 1024: 80, 2048: 80}
-SAVE_EVERY = 200
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = command_parser(__doc__)
-    parser.add_argument("--source", required=True, type=Path, help="folder with audio files, searched recursively")
-    parser.add_argument("--out", required=True, type=Path, help="folder for the codec")
-    parser.add_argument("--rate", type=between(int, 1), default=16000, help="sample rate in Hz (default: 16000)")
-    parser.add_argument(
-        "--strides",
-        type=between(int, 2),
-        nargs="+",
-        default=[5, 4, 4, 4],
-        help="downsampling of the encoder's stages; their product is the hop (default: 5 4 4 4, 50 frames/s at 16 kHz)",
-    )
-    parser.add_argument(
-        "--encoder-width", type=between(int, 1), default=8, help="channels in the encoder's first stage (default: 8)"
-    )
-    parser.add_argument(
-        "--decoder-width",
-        type=between(int, 1),
-        default=256,
-        help="channels before the decoder's first stage (default: 256)",
-    )
-    parser.add_argument(
-        "--codebooks", type=between(int, 1), default=9, help="number of codebooks (default: 9, as in Dia)"
-    )
-    parser.add_argument(
-        "--codebook-size", type=between(int, 1), default=256, help="entries per codebook (default: 256)"
-    )
-    parser.add_argument("--codebook-dim", type=between(int, 1), default=8, help="dimensions of an entry (default: 8)")
-    parser.add_argument("--steps", type=between(int, 1), default=6000, help="training steps (default: 6000)")
-    parser.add_argument("--share", type=float, default=0.4, help="fraction of steps without quantizer (default: 0.4)")
-    parser.add_argument("--batch", type=between(int, 1), default=8, help="crops per step (default: 8)")
-    parser.add_argument(
-        "--crop", type=between(float, 0, above=True), default=0.5, help="seconds per crop (default: 0.5)"
-    )
-    parser.add_argument(
-        "--lr",
-        type=between(float, 0, above=True),
-        default=1e-3,
-        help="peak learning rate; falls to a tenth (default: 0.001)",
-    )
-    parser.add_argument("--held-out", type=between(int, 1), default=16, help="clips kept for evaluation (default: 16)")
-    parser.add_argument(
-        "--eval-every", type=between(int, 1), default=500, help="steps between evaluations (default: 500)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="random seed of weights and crops (default: 0)")
-    return parser.parse_args(argv)
+SAVE_EVERY, EVAL_EVERY = 200, 500
 
 
 def main() -> None:
-    args = parse_args()
-    check_args(args)
-    # Heavy imports only now: --help and mistakes answer at once.
-    import torch
-
-    waves = read_waves(args.source, args.rate, args.crop)
-    if len(waves) <= args.held_out:
-        raise UserError(f"--source {args.source} has {len(waves)} usable clips: --held-out {args.held_out} needs more.")
-    order = torch.randperm(len(waves), generator=torch.Generator().manual_seed(args.seed)).tolist()
-    held_out = [waves[i] for i in order[: args.held_out]]
-    waves = [waves[i] for i in order[args.held_out :]]
-    minutes = sum(wave.numel() for wave in waves) / args.rate / 60
-    print(f"{minutes:.1f} minutes of audio in {len(waves)} clips, {len(held_out)} clips held out", flush=True)
-
-    model, figures = train(args, waves, held_out)
-    save(model, args, figures, minutes)
-    print(f"codec in {args.out}: {figures}")
-
-
-def check_args(args: argparse.Namespace) -> None:
+    parser = command_parser(__doc__)
+    parser.add_argument("--source", required=True, type=Path, help="folder with audio files, searched recursively")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the codec")
+    args = parser.parse_args()
     if not args.source.is_dir():
         raise UserError(f"--source {args.source} is not a folder with audio files.")
     refuse_existing(args.out)
-    if not 0 < args.share < 1:
-        raise UserError("--share must lie between 0 and 1.")
-    if args.decoder_width % 2 ** len(args.strides):
-        raise UserError(f"--decoder-width must be divisible by {2 ** len(args.strides)}: each stage halves it.")
+    # Heavy imports only now: --help and mistakes answer at once.
+    import torch
+
+    waves = read_waves(args.source)
+    if len(waves) <= HELD_OUT:
+        raise UserError(f"--source {args.source} has {len(waves)} usable clips, and {HELD_OUT} are held out.")
+    order = torch.randperm(len(waves), generator=torch.Generator().manual_seed(SEED)).tolist()
+    held_out = [waves[i] for i in order[:HELD_OUT]]
+    waves = [waves[i] for i in order[HELD_OUT:]]
+    minutes = sum(wave.numel() for wave in waves) / RATE / 60
+    print(f"{minutes:.1f} minutes of audio in {len(waves)} clips, {len(held_out)} clips held out", flush=True)
+
+    work = args.out.with_name(args.out.name + ".training")
+    model, figures = train(work, waves, held_out)
+    save(model, args.out, figures, minutes)
+    shutil.rmtree(work, ignore_errors=True)
+    print(f"codec in {args.out}: {figures}")
 
 
-def read_waves(source: Path, rate: int, crop: float) -> list:
-    """Mono clips at `rate`, each at least one crop long."""
+def read_waves(source: Path) -> list:
+    """Mono clips, each at least one crop long."""
     import torch
 
     files = sorted(file for file in walk(source) if file.suffix.lower() in AUDIO_SUFFIXES)
     waves = []
     for file in files:
         try:
-            samples, its_rate = read_samples(file.read_bytes(), None, None)
-            wave = prepare(samples, its_rate, rate, stereo=False, min_seconds=0.05, max_seconds=3600)[0]
+            samples, rate = read_samples(file.read_bytes(), None, None)
+            wave = prepare(samples, rate, RATE, stereo=False, min_seconds=0.05, max_seconds=3600)[0]
         except Reject as reason:
             print(f"left out {file}: {reason}", flush=True)
             continue
-        waves.append(torch.nn.functional.pad(wave, (0, max(0, round(crop * rate) - len(wave)))))
+        waves.append(torch.nn.functional.pad(wave, (0, max(0, CROP - len(wave)))))
     if not waves:
         raise UserError(f"--source {source} has no usable audio files.")
     return waves
@@ -133,21 +89,21 @@ def read_waves(source: Path, rate: int, crop: float) -> list:
 # ---- model -----------------------------------------------------------------------------------------------------
 
 
-def build_model(args: argparse.Namespace):
+def build_model():
     """A DacModel whose convolutions keep the variance of their input: the library's 0.02 is for much wider layers."""
     import torch
     from transformers import DacConfig, DacModel
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(SEED)
     config = DacConfig(
-        encoder_hidden_size=args.encoder_width,
-        decoder_hidden_size=args.decoder_width,
-        downsampling_ratios=args.strides,
-        upsampling_ratios=args.strides[::-1],
-        n_codebooks=args.codebooks,
-        codebook_size=args.codebook_size,
-        codebook_dim=args.codebook_dim,
-        sampling_rate=args.rate,
+        encoder_hidden_size=ENCODER_WIDTH,
+        decoder_hidden_size=DECODER_WIDTH,
+        downsampling_ratios=list(STRIDES),
+        upsampling_ratios=list(STRIDES[::-1]),
+        n_codebooks=CODEBOOKS,
+        codebook_size=CODEBOOK_SIZE,
+        codebook_dim=CODEBOOK_DIM,
+        sampling_rate=RATE,
     )
     model = DacModel(config)
     for module in model.modules():
@@ -164,14 +120,14 @@ def build_model(args: argparse.Namespace):
     return model
 
 
-def set_codebooks(model, waves: list, seed: int) -> float:
+def set_codebooks(model, waves: list) -> float:
     """Set each codebook from what the ones before it left of the latents; returns the share of energy left at the end.
 
     A codebook looks at codebook_dim directions of the residual and compares by angle, so k-means does too.
     """
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         latents = [model.encoder(wave[None, None])[0].T for wave in waves]
     residual_nd = torch.cat(latents)  # N frames, D dimensions
@@ -212,10 +168,10 @@ def spherical_k_means(points_nk, count: int, generator, rounds: int = 15):
 # ---- loss ------------------------------------------------------------------------------------------------------
 
 
-def mel_filters(rate: int) -> dict:
+def mel_filters() -> dict:
     from torchaudio.functional import melscale_fbanks
 
-    return {size: melscale_fbanks(size // 2 + 1, 0.0, rate / 2, bands, rate) for size, bands in MELS.items()}
+    return {size: melscale_fbanks(size // 2 + 1, 0.0, RATE / 2, bands, RATE) for size, bands in MELS.items()}
 
 
 def mel_distance(guess_bt, truth_bt, filters: dict):
@@ -238,25 +194,24 @@ def mel_distance(guess_bt, truth_bt, filters: dict):
 # ---- training --------------------------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace, waves: list, held_out: list) -> tuple:
+def train(folder: Path, waves: list, held_out: list) -> tuple:
     import torch
 
-    model = build_model(args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.8, 0.99), weight_decay=0.0)
-    filters = mel_filters(args.rate)
-    first_quantized = max(1, round(args.share * args.steps))
-    folder = args.out.with_name(args.out.name + ".training")
-    step = load_state(folder, args, model, optimizer)
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.8, 0.99), weight_decay=0.0)
+    filters = mel_filters()
+    first_quantized = round(SHARE * STEPS)
+    step = load_state(folder, model, optimizer)
     begin, began_at = time.monotonic(), step
 
-    while step < args.steps:
+    while step < STEPS:
         if step == first_quantized:
-            left = set_codebooks(model.eval(), waves[:200], args.seed)
+            left = set_codebooks(model.eval(), waves[:200])
             print(f"step {step}: codebooks set, {left:.1%} of the latents' energy left", flush=True)
         quantized = step >= first_quantized
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        crops_bt = draw_crops(waves, step, args)
+            group["lr"] = learning_rate(step, first_quantized)
+        crops_bt = draw_crops(waves, step)
         model.train()
 
         # ---- one step ------------------------------------------------------------------------------------------
@@ -279,42 +234,39 @@ def train(args: argparse.Namespace, waves: list, held_out: list) -> tuple:
         step += 1
         if step % 50 == 0:
             seconds = (time.monotonic() - begin) / (step - began_at)
-            left = f"{seconds:.2f} s/step, {seconds * (args.steps - step) / 60:.0f} minutes left"
-            print(f"step {step}/{args.steps}: mel distance {mel.item():.4f}, {left}", flush=True)
-        if step % args.eval_every == 0 and step < args.steps:
-            print(f"step {step} held out: {evaluate(model, held_out, args.rate, step >= first_quantized)}", flush=True)
+            left = f"{seconds:.2f} s/step, {seconds * (STEPS - step) / 60:.0f} minutes left"
+            print(f"step {step}/{STEPS}: mel distance {mel.item():.4f}, {left}", flush=True)
+        if step % EVAL_EVERY == 0 and step < STEPS:
+            print(f"step {step} held out: {evaluate(model, held_out, step >= first_quantized)}", flush=True)
         if step % SAVE_EVERY == 0:
-            save_state(folder, args, model, optimizer, step)
-    return model, evaluate(model, held_out, args.rate, True)
+            save_state(folder, model, optimizer, step)
+    return model, evaluate(model, held_out, True)
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
+def learning_rate(step: int, first_quantized: int) -> float:
     """A short warm-up in both phases, then a straight line down to a tenth."""
-    start = 0 if step < round(args.share * args.steps) else round(args.share * args.steps)
-    return args.lr * min(1.0, (step - start + 1) / 50) * (1 - 0.9 * step / args.steps)
+    start = 0 if step < first_quantized else first_quantized
+    return LR * min(1.0, (step - start + 1) / 50) * (1 - 0.9 * step / STEPS)
 
 
-def draw_crops(waves: list, step: int, args: argparse.Namespace):
+def draw_crops(waves: list, step: int):
     """The crops of this step, whatever was drawn before: a resumed training continues exactly."""
     import torch
 
-    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    hop = math.prod(args.strides)
-    length = max(1, round(args.crop * args.rate / hop)) * hop
+    generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     crops = []
-    for number in torch.randint(len(waves), (args.batch,), generator=generator).tolist():
-        wave = torch.nn.functional.pad(waves[number], (0, max(0, length - len(waves[number]))))
-        start = int(torch.randint(len(wave) - length + 1, (1,), generator=generator))
-        crops.append(wave[start : start + length])
+    for number in torch.randint(len(waves), (BATCH,), generator=generator).tolist():
+        start = int(torch.randint(len(waves[number]) - CROP + 1, (1,), generator=generator))
+        crops.append(waves[number][start : start + CROP])
     return torch.stack(crops)
 
 
-def evaluate(model, waves: list, rate: int, quantized: bool) -> dict[str, float]:
+def evaluate(model, waves: list, quantized: bool) -> dict[str, float]:
     """Mean STOI (intelligibility, 1 is perfect) and mel distance of resynthesised clips."""
     import torch
     from pystoi import stoi
 
-    filters, scores, distances = mel_filters(rate), [], []
+    filters, scores, distances = mel_filters(), [], []
     model.eval()
     with torch.no_grad():
         for wave in waves:
@@ -323,7 +275,7 @@ def evaluate(model, waves: list, rate: int, quantized: bool) -> dict[str, float]
                 latents = model.quantizer(latents)[0]
             guess = model.decoder(latents)[0, 0]
             length = min(len(guess), len(wave))
-            scores.append(float(stoi(wave[:length].numpy(), guess[:length].numpy(), rate)))
+            scores.append(float(stoi(wave[:length].numpy(), guess[:length].numpy(), RATE)))
             distances.append(float(mel_distance(guess[None, :length], wave[None, :length], filters)))
     return {"stoi": round(sum(scores) / len(scores), 3), "mel": round(sum(distances) / len(distances), 4)}
 
@@ -331,53 +283,45 @@ def evaluate(model, waves: list, rate: int, quantized: bool) -> dict[str, float]
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def save_state(folder: Path, args: argparse.Namespace, model, optimizer, step: int) -> None:
+def save_state(folder: Path, model, optimizer, step: int) -> None:
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "flags": flags_of(args)}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     torch.save(state, folder / "state.tmp")
     (folder / "state.tmp").rename(folder / "state.pt")
 
 
-def load_state(folder: Path, args: argparse.Namespace, model, optimizer) -> int:
+def load_state(folder: Path, model, optimizer) -> int:
     """The step to go on from."""
     import torch
 
     if not (folder / "state.pt").exists():
         return 0
     state = torch.load(folder / "state.pt", weights_only=True)
-    if state["flags"] != flags_of(args):
-        raise UserError(f"{folder} was begun with other flags: use those, or delete it to start again.")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     print(f"continuing at step {state['step']}", flush=True)
     return state["step"]
 
 
-def flags_of(args: argparse.Namespace) -> dict:
-    return {name: str(value) for name, value in vars(args).items() if name not in ("out", "eval_every")}
-
-
-def save(model, args: argparse.Namespace, figures: dict, minutes: float) -> None:
+def save(model, out: Path, figures: dict, minutes: float) -> None:
     """Half precision on disk: transformers loads it in single precision again when asked for."""
     from transformers import DacFeatureExtractor
 
-    temporary = args.out.with_name(args.out.name + ".tmp")
+    temporary = out.with_name(out.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     model.half().save_pretrained(temporary)
-    DacFeatureExtractor(sampling_rate=args.rate, hop_length=model.config.hop_length).save_pretrained(temporary)
+    DacFeatureExtractor(sampling_rate=RATE, hop_length=model.config.hop_length).save_pretrained(temporary)
     card = {
         "what": f"DacModel, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights",
         "minutes of audio": round(minutes, 1),
-        "flags": flags_of(args),
         "held out": figures,
         "sha256": hash_file(temporary / "model.safetensors"),
         "versions": versions("torch", "transformers"),
     }
     write_json(temporary / "training.json", card)
-    temporary.rename(args.out)
-    shutil.rmtree(args.out.with_name(args.out.name + ".training"), ignore_errors=True)
+    temporary.rename(out)
 
 
 if __name__ == "__main__":

@@ -502,12 +502,12 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         if last or is_due(config.eval_every, done):
             score = evaluate(networks, evaluation, run, ema, gan_ramp, loop_state, done)
             is_best = run.is_best(done, score)
+            if evaluation and config.samples:
+                sample(generator, evaluation, run, ema, done)
         if last or totals.stop or is_best or is_due(config.save_every, done):
             run.save(engines, ema, done, score, loop_state | {"gan_ramp": gan_ramp.state()}, labels.state())
         if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
-        if evaluation and config.samples and (last or is_due(config.sample_every, done)):
-            sample(generator, evaluation, run, ema, done)
 
     # finish
     if config.export:

@@ -452,14 +452,14 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             loop_state["stale"] = 0 if is_best else loop_state["stale"] + 1
             if loop_state["stale"] >= config.patience:
                 loop_state["stale"], loop_state["drops"] = 0, loop_state["drops"] + 1
+            if eval_clips and config.samples:
+                with ema.applied():
+                    sample(model, eval_clips, run.folder, done, config.samples, process)
+                run.tracker.event("sample", done)
         if last or totals.stop or is_best or is_due(config.save_every, done):
             run.save(ds_engine, ema, done, score, loop_state)
         if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
-        if eval_clips and config.samples and (last or is_due(config.sample_every, done)):
-            with ema.applied():
-                sample(model, eval_clips, run.folder, done, config.samples, process)
-            run.tracker.event("sample", done)
 
     # finish
     if config.export:

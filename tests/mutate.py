@@ -501,8 +501,6 @@ add("pesq-made-up", "finetune/common/speech_metrics.py", 'return float("nan"), t
     "common/test_speech_metrics.py::test_no_pesq_is_a_reason_and_never_a_number")
 add("pesq-narrow-band", "finetune/common/speech_metrics.py", '"wb")), ""', '"nb")), ""', "narrow-band PESQ is higher",
     "common/test_speech_metrics.py::test_pesq_and_stoi_are_the_packages")
-add("composites-int16", "finetune/common/speech_metrics.py", "INT16 = 32768.0", "INT16 = 1.0",
-    "composites of samples in -1..1", "common/test_speech_metrics.py::test_the_composites_are_of_int16_samples")
 add("pesq-worker-died", "finetune/common/scorer.py", 'value, reason = float("nan"), type(error).__name__',
     'value, reason = 1.0, ""', "a dead process scores 1",
     "common/test_scorer.py::test_a_score_that_never_comes_is_a_missing_label")

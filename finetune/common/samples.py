@@ -143,21 +143,13 @@ def repeat_share(codes: np.ndarray) -> float:
 
 
 def write_wave(folder: Path, facts: dict, wave: np.ndarray, rate: int) -> None:
-    """Writes a waveform as .wav, .png and .json, named by facts["name"]. A failure is only a warning."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    """Writes a waveform as .wav and its facts as .json, named by facts["name"]. A failing disk is only a warning."""
     import soundfile
 
     path = folder / f"{facts['name']}.wav"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         soundfile.write(path, wave, rate, subtype="FLOAT")
-        figure, axis = plt.subplots(figsize=(5, 2), layout="constrained")
-        axis.specgram(wave + 1e-8, NFFT=512, Fs=rate, noverlap=384)
-        figure.savefig(path.with_suffix(".png"), dpi=80)
-        plt.close(figure)
         path.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         print(f"warning: sample {path} could not be written: {error}", flush=True)

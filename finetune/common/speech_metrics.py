@@ -1,30 +1,13 @@
 """Measures of speech quality against a clean recording, as numpy functions of float samples at 16 kHz.
 
 Nothing here imports torch: the processes that compute PESQ during training stay small.
-PESQ and STOI come from packages; LLR, WSS, segmental SNR and the composites CSIG, CBAK and COVL follow Hu and Loizou.
+PESQ and STOI come from packages; the segmental SNR follows Hu and Loizou.
 """
 
 import numpy as np
 
 RATE = 16000
-FRAME, SHIFT = 480, 120  # 30 ms every 7.5 ms
-LPC_ORDER = 16
-KEPT = 0.95  # LLR and WSS ignore the worst 5 % of the frames
-INT16 = 32768.0  # composites are defined on int16 samples: on -1..1 the energy floor of WSS would cut off real sound
-
-# Critical bands of WSS: centres and bandwidths in Hz
-CENTRES = np.array(
-    [50, 120, 190, 260, 330, 400, 470, 540, 617.372, 703.378, 798.717, 904.128, 1020.38, 1148.30, 1288.72, 1442.54]
-    + [1610.70, 1794.16, 1993.93, 2211.08, 2446.71, 2701.97, 2978.04, 3276.17, 3597.63]
-)
-WIDTHS = np.array(
-    [70.0] * 7
-    + [77.3724, 86.0056, 95.3398, 105.411, 116.256, 127.914, 140.423, 153.823, 168.154, 183.457, 199.776, 217.153]
-    + [235.631, 255.255, 276.072, 298.126, 321.465, 346.136]
-)
-WSS_FFT = 1024
-
-HIGHER_IS_BETTER = ("pesq", "csig", "cbak", "covl", "ssnr", "stoi", "estoi", "si_sdr")
+FRAME, SHIFT = 480, 120  # of the segmental SNR: 30 ms every 7.5 ms
 
 
 def pesq_wb(clean: np.ndarray, estimate: np.ndarray) -> tuple[float, str]:
@@ -109,100 +92,14 @@ def ssnr(clean: np.ndarray, estimate: np.ndarray) -> float:
     return float(np.clip(10 * np.log10(signal / (noise + eps) + eps), -10, 35).mean())
 
 
-def _best_frames(values: np.ndarray) -> float:
-    return float(np.sort(values)[: round(KEPT * len(values))].mean())
-
-
-def _lpc(autocorrelation: np.ndarray) -> np.ndarray:
-    """(n, order + 1) autocorrelations -> prediction polynomials 1, -a1, -a2, ..., all frames at once (Levinson)."""
-    n, size = autocorrelation.shape
-    polynomial = np.zeros((n, size))
-    polynomial[:, 0] = 1
-    error = autocorrelation[:, 0].copy()
-    for i in range(1, size):
-        reflection = (polynomial[:, :i] * autocorrelation[:, i:0:-1]).sum(1) / error
-        polynomial[:, 1 : i + 1] -= reflection[:, None] * polynomial[:, i - 1 :: -1][:, :i]
-        error = error * (1 - reflection**2)
-    return polynomial
-
-
-def llr(clean: np.ndarray, estimate: np.ndarray) -> float:
-    """Log-likelihood ratio of the two vocal-tract models."""
-    count = int((len(clean) - FRAME) / SHIFT)
-    eps = np.finfo(float).eps  # a frame of digital silence has no model
-    models, correlations = [], []
-    for wave in (clean, estimate):
-        frames = _frames(wave + eps, count)
-        lags = np.stack([(frames[:, : FRAME - k] * frames[:, k:]).sum(1) for k in range(LPC_ORDER + 1)], axis=1)
-        correlations.append(lags)
-        models.append(_lpc(lags))
-    place = np.arange(LPC_ORDER + 1)
-    toeplitz = correlations[0][:, np.abs(place[:, None] - place)]
-    ratio = np.einsum("ni,nij,nj->n", models[1], toeplitz, models[1])
-    ratio /= np.einsum("ni,nij,nj->n", models[0], toeplitz, models[0])
-    return _best_frames(np.log(ratio))
-
-
-def _band_filters() -> np.ndarray:
-    """(25, 512) Gaussian critical-band filters."""
-    bins = WSS_FFT // 2
-    hz_per_bin = RATE / 2 / bins
-    centre, width = np.floor(CENTRES / hz_per_bin), WIDTHS / hz_per_bin
-    distance = (np.arange(bins) - centre[:, None]) / width[:, None]
-    filters = np.exp(-11 * distance**2 + np.log(WIDTHS.min() / WIDTHS)[:, None])
-    return filters * (filters > np.exp(-30 / (2 * 2.303)))
-
-
-def _slopes(wave: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(n, 24) slopes between neighbouring bands in dB, and the weight of each."""
-    spectrum = np.square(np.abs(np.fft.rfft(_frames(wave, count) / INT16, WSS_FFT)))[:, :-1]
-    energy = 10 * np.log10(np.maximum(spectrum @ _band_filters().T, 1e-10))
-    slope = np.diff(energy, axis=1)
-    bands = slope.shape[1]
-    peak = np.empty_like(slope)  # energy of the nearest peak, uphill to the right or to the left
-    for i in range(bands):
-        right = np.full(len(slope), bands)
-        for n in range(bands - 1, i - 1, -1):
-            right = np.where(slope[:, n] > 0, right, n)
-        left = np.full(len(slope), -1)
-        for n in range(i + 1):
-            left = np.where(slope[:, n] <= 0, left, n)
-        top = np.where(slope[:, i] > 0, right - 1, left + 1)
-        peak[:, i] = np.take_along_axis(energy, top[:, None], 1)[:, 0]
-    loudest = energy.max(1, keepdims=True)
-    weight = 20 / (20 + loudest - energy[:, :-1]) * (1 / (1 + peak - energy[:, :-1]))
-    return slope, weight
-
-
-def wss(clean: np.ndarray, estimate: np.ndarray) -> float:
-    """Weighted spectral slope distance between int16 signals."""
-    count = int(len(clean) / SHIFT - FRAME / SHIFT)
-    (slope_c, weight_c), (slope_e, weight_e) = _slopes(clean, count), _slopes(estimate, count)
-    weight = (weight_c + weight_e) / 2
-    return _best_frames((weight * np.square(slope_c - slope_e)).sum(1) / weight.sum(1))
-
-
-def composites(clean: np.ndarray, estimate: np.ndarray, pesq: float) -> dict[str, float]:
-    """CSIG (signal), CBAK (background), COVL (overall), each 1 to 5, and the segmental SNR. Samples in -1..1."""
-    clean, estimate = clean * INT16, estimate * INT16
-    tract, slope, snr = llr(clean, estimate), wss(clean, estimate), ssnr(clean, estimate)
-    opinions = {
-        "csig": 3.093 - 1.029 * tract + 0.603 * pesq - 0.009 * slope,
-        "cbak": 1.634 + 0.478 * pesq - 0.007 * slope + 0.063 * snr,
-        "covl": 1.594 + 0.805 * pesq - 0.512 * tract - 0.007 * slope,
-    }
-    return {name: float(np.clip(value, 1, 5)) for name, value in opinions.items()} | {"ssnr": snr}
-
-
 def measure(clean: np.ndarray, estimate: np.ndarray) -> dict[str, float]:
     """All measures of one sound; NaN where a measure is undefined, such as PESQ of silence."""
     clean, estimate = clean.astype(np.float64), estimate.astype(np.float64)
     score, _ = pesq_wb(clean, estimate)
     long_enough = len(clean) >= 2 * FRAME + 1
-    nothing = dict.fromkeys(("csig", "cbak", "covl", "ssnr"), float("nan"))
     return {
         "pesq": score,
-        **(composites(clean, estimate, score) if long_enough else nothing),
+        "ssnr": ssnr(clean, estimate) if long_enough else float("nan"),
         "stoi": stoi(clean, estimate),
         "estoi": stoi(clean, estimate, extended=True),
         "si_sdr": si_sdr(clean, estimate),

@@ -193,7 +193,7 @@ def test(files: EvalFiles, weights: dict[str, float], run: Run, step: int) -> No
     if run.process.is_main:
         write_table(run.folder / "evaluations" / "test.csv", rows)
     run.tracker.event("test", step, **metrics)
-    names = ("pesq", "csig", "cbak", "covl", "ssnr", "stoi")
+    names = ("pesq", "ssnr", "stoi")
     say("test: " + "  ".join(f"{name} {metrics[name]:.3f}" for name in names))
 
 

@@ -545,9 +545,6 @@ add("report-thinned", "finetune/common/report_charts.py", "max(finite, key=y.__g
     "min(finite, key=y.__getitem__)", "the curves of a long run lose their spikes",
     REPORT + "test_the_page_of_a_long_run_stays_small_and_keeps_its_extremes")
 INSPECT = "recipes/test_inspect.py::"
-add("inspect-escape", "finetune/common/inspection.py", 'return f"<td{kind}>{html.escape(_text(cell))}</td>"',
-    'return f"<td{kind}>{_text(cell)}</td>"', "a text from the data runs as HTML",
-    INSPECT + "test_the_page_is_whole_and_escapes_the_text")
 add("inspect-base", "finetune/infer/inspect_clip.py", "    set_peft_model_state_dict(model, weights)", "    pass",
     "the predictions shown for a run are the base's", INSPECT + "test_a_run_and_its_export_predict_with_their_adapter")
 add("inspect-shift", "finetune/models/higgs/show.py", "    shifted[at - 1] = labels", "    shifted[at] = labels",

@@ -167,7 +167,6 @@ MISTAKES = {
     "infer/inspect_clip": "give --recipe, or --run with a run folder",
     "infer/inspect_clip --recipe dia_lora --modle x": r"unknown flag --modle; did you mean --model\?",
     "infer/inspect_clip --recipe dia_lora --data {dia}/tokens/train --clip zzz": "has no such clip; its first is",
-    "infer/inspect_clip --recipe dia_lora --html {here}/no/x.html": "the folder .*no does not exist",
 }
 
 

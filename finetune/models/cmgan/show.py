@@ -1,10 +1,8 @@
 """What CMGAN is trained on for one pair, for ./launch.sh inspect."""
 
-import numpy as np
-
 from common.evaluation import evaluating
 from common.feed import to_device
-from common.inspection import Table, draw_spectra, draw_waves, facts, find_clip, level_table
+from common.inspection import Table, facts, find_clip, level_table
 from common.runtime import Process
 from models.cmgan import signal
 from models.cmgan.watch import GanRamp
@@ -16,7 +14,6 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
     pairs, clip = clips.pairs, find_clip(clips.pairs, clips.rows, name)
     row = clips.rows[clip]
     batch = clips.batch([clip], epoch)
-    whole = {side: getattr(pairs, side)(row).astype(np.float32) / 32768 for side in ("noisy", "clean")}
     length, samples, rate = clips.length, int(pairs.samples[row]), signal.RATE
     if samples > length:
         start, draws = pairs.crop_start(row, length, config.seed, epoch, pairs.id(row))
@@ -38,13 +35,11 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
         "counts in the loss": "yes" if normalised.audible[0] else "no: the noisy crop is silence",
     }
     waves = {side: batch[side][0].numpy() for side in ("noisy", "clean")}
-    spectra = {side: magnitude(signal.spectrum(getattr(normalised, side))) for side in ("noisy", "clean")}
     more = []
     if load:
         output, terms = compute(recipe, config, ds, batch, process)
         estimate = output.extra
         waves["enhanced"] = (estimate.wave / estimate.normalised.scale[:, None])[0].cpu().numpy()
-        spectra["enhanced"] = magnitude(estimate.spec)
         shown["loss"] = f"{float(output.loss_sum):.5f}"
         weights = recipe.loss_weights(config, 1.0)
         rows = [
@@ -53,14 +48,7 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
         ]
         note = "computed by the recipe's loss_terms and compute_loss, the GAN term with its full weight"
         more = [Table("Loss", ["term", "weight", "value", "weighted"], rows, note)]
-    return [
-        facts("Clip", shown),
-        level_table(waves),
-        *more,
-        draw_waves("Clip, with the crop marked", whole, rate, (start / rate, min(start + length, samples) / rate)),
-        draw_waves("Crop", waves, rate),
-        draw_spectra("Compressed spectra of the crop", spectra),
-    ]
+    return [facts("Clip", shown), level_table(waves), *more]
 
 
 def compute(recipe, config, ds: dict, batch: dict, process: Process) -> tuple:
@@ -70,8 +58,3 @@ def compute(recipe, config, ds: dict, batch: dict, process: Process) -> tuple:
         ramp = GanRamp(used=False, opens=0, closes=0, ramp=1)
         output = recipe.compute_loss(generator, to_device(batch, process.device), discriminator, config, ramp)
         return output, recipe.chosen_terms(config)(output.extra, discriminator)
-
-
-def magnitude(spec) -> np.ndarray:
-    """(1, 2, T, F) -> (F, T)"""
-    return signal.magnitude(spec)[0, 0].cpu().numpy()

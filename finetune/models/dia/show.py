@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from common import memory
+from common import hub
 from common.evaluation import evaluating
 from common.feed import to_device
-from common.inspection import Codes, Tokens, code_sections, facts, find_clip
+from common.inspection import Codes, Tokens, code_tables, facts, find_clip
 from common.lora import base_model
 from common.loss import IGNORE, codebook_stats
 from common.runtime import Process
@@ -25,13 +25,7 @@ WHY = {
 def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, process: Process) -> list:
     """`recipe`: dia_lora or dia_full. `load(model)` fills in trained weights; None: nothing is predicted."""
     tag_map = read_tag_map(config.tag_map)
-    if config.model:
-        with memory.unallocated(config):
-            model = recipe.build_model(config, ds, tag_map)
-    else:
-        from transformers import DiaConfig
-
-        model = SimpleNamespace(config=DiaConfig())  # the published layout
+    model = recipe.build_model(config, ds, tag_map) if load else without_weights(config)
     clips = recipe.build_data(config.data, model, config, tag_map, process, train=True)
     clip = find_clip(clips.tokens, clips.kept, name)
     batch = clips.batch([clip], epoch)
@@ -47,7 +41,17 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
         tokens.note = (
             f"without text in epoch {epoch} (--text-dropout {config.text_dropout:g}): zeros, of the same length"
         )
-    return [facts("Clip", shown), tokens, *code_sections(codes)]
+    return [facts("Clip", shown), tokens, *code_tables(codes)]
+
+
+def without_weights(config) -> SimpleNamespace:
+    """What build_data reads of a model: its configuration; without --model the published one."""
+    from transformers import DiaConfig
+
+    model_config = DiaConfig.from_pretrained(hub.folder(config.model)) if config.model else DiaConfig()
+    if config.channels == 2 * len(model_config.delay_pattern):  # as models/dia/weights.py widens it
+        model_config.delay_pattern = 2 * model_config.delay_pattern
+    return SimpleNamespace(config=model_config)
 
 
 def clip_facts(clips: Clips, clip: int, epoch: int) -> dict:
@@ -81,14 +85,12 @@ def codes_of(clips: Clips, batch: dict) -> Codes:
     masked = np.where(following == layout.bos, "bos", np.where(following == layout.pad, "pad", "ctx"))
     return Codes(
         inputs,
-        ["" for _ in inputs],
+        [],
         labels,
         np.where(labels == IGNORE, masked, ""),
         [f"channel_{c}" for c in range(layout.channels)],
         batch["channel_weights"].tolist(),
         {layout.bos: "BOS", layout.eos: "EOS", layout.pad: "PAD"},
-        breaks=[0, len(inputs)],
-        margin=layout.tail + 3,
         why=WHY,
     )
 

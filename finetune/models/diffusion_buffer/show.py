@@ -1,11 +1,8 @@
 """What Diffusion Buffer is trained on for one pair, for ./launch.sh inspect. F bins, K frames."""
 
-import numpy as np
-import torch
-
 from common.evaluation import evaluating
 from common.feed import to_device
-from common.inspection import Table, draw_spectra, draw_waves, facts, find_clip, level_table
+from common.inspection import Table, facts, find_clip, level_table
 from common.runtime import Process
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.signal import spec_of
@@ -20,13 +17,8 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
     key = (config.seed, epoch, pairs.id(row))
     # The other kind of context is used in all steps or, with a share in between, drawn per step.
     batch = clips.batch([(epoch, clip)]) | {"own": config.context_own == 1, "autocast": config.precision == "bf16"}
-    whole = {side: getattr(pairs, side)(row).astype(np.float32) / 32768 for side in ("noisy", "clean")}
-    rate, samples, last, context = (
-        signal.RATE,
-        int(pairs.samples[row]),
-        clips.last_frame(row, key),
-        spec.frames - spec.buffer,
-    )
+    rate, samples = signal.RATE, int(pairs.samples[row])
+    last, context = clips.last_frame(row, key), spec.frames - spec.buffer
     real = clips.real_frames(epoch, clip)
     first = (last - spec.frames + 1) * spec.hop - spec.n_fft // 2  # as in data.cut
     start = first / rate
@@ -44,15 +36,6 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
         "random gain": f"{clips.gain(key):.2f} dB",
         "output": "clean speech (dp)" if spec.predicts_clean else f"the score ({spec.loss})",
     }
-    clean, noisy = (signal.spectra(batch[side], spec) for side in ("clean", "noisy"))
-    if "loudness" in batch:
-        clean, noisy = (side * batch["loudness"][:, None] for side in (clean, noisy))
-    diffused = signal.diffuse(clean[..., context:], noisy[..., context:], batch["t"], batch["sigma"], batch["z"])
-    spectra = {
-        "noisy": magnitude(noisy),
-        "clean": magnitude(clean),
-        "diffused": magnitude(torch.cat([clean[..., :context], diffused], -1)),
-    }
     times = [
         [str(context + b), f"{t:.4f}", f"{sigma:.4f}"]
         for b, (t, sigma) in enumerate(zip(batch["t"][0].tolist(), batch["sigma"][0].tolist(), strict=True))
@@ -60,44 +43,23 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
     buffer = Table("Buffer", ["frame", "t", "sigma"], times, "diffusion times, 0 clean to 1 noisy, and their noise")
     more = []
     if load:
-        output, outputs = compute(recipe, config, ds, spec, batch, process)
+        output = compute(recipe, config, ds, spec, batch, process)
         weight = spec.bins * spec.buffer
         shown["loss"] = f"{float(output.loss_sum) / weight:.5f}"
-        if spec.predicts_clean:
-            spectra["enhanced"] = magnitude(outputs)
-            spectra["enhanced"][:, :context] = 0  # only the buffer is trained
         rows = [[part, f"{count:g}", f"{total / count:.5f}"] for part, (total, count) in parts_of(output).items()]
         rows += [[name, "", f"{float(value):.5f}"] for name, value in output.extra.items()]
         note = "computed by the recipe's compute_loss, by quarter of the buffer: t1 nearly clean to t4 nearly noisy"
         more = [Table("Loss", ["part", "bins", "value"], rows, note)]
     waves = {side: batch[side][0].numpy() for side in ("noisy", "clean")}
-    return [
-        facts("Clip", shown),
-        level_table(waves),
-        buffer,
-        *more,
-        draw_waves(
-            "Clip, with the crop marked", whole, rate, (max(start, 0), min(start + length / rate, samples / rate))
-        ),
-        draw_waves("Crop", waves, rate),
-        draw_spectra("Compressed spectra of the crop; the buffer is right of the line", spectra, context),
-    ]
+    return [facts("Clip", shown), level_table(waves), buffer, *more]
 
 
-def compute(recipe, config, ds: dict, spec, batch: dict, process: Process) -> tuple:
-    """The recipe's loss of the crop, and what the network put out, (1, F, K)."""
-    model, outputs = recipe.build_model(config, ds, spec).to(process.device), []
-    hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output.cpu()))
+def compute(recipe, config, ds: dict, spec, batch: dict, process: Process):
+    """The recipe's loss of the crop."""
+    model = recipe.build_model(config, ds, spec).to(process.device)
     with evaluating(model):
-        output = recipe.compute_loss(model, to_device(batch, process.device), spec)
-    hook.remove()
-    return output, outputs[-1]
+        return recipe.compute_loss(model, to_device(batch, process.device), spec)
 
 
 def parts_of(output) -> dict[str, tuple[float, float]]:
     return {name: tuple(part.tolist()) for name, part in output.parts.items()}
-
-
-def magnitude(spectrum: torch.Tensor) -> np.ndarray:
-    """(1, F, T) complex -> (F, T)"""
-    return spectrum[0].abs().numpy()

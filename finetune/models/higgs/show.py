@@ -4,10 +4,10 @@ import functools
 
 import numpy as np
 
-from common import memory
+from common import hub
 from common.evaluation import evaluating
 from common.feed import to_device
-from common.inspection import NOTHING, Codes, Tokens, code_sections, facts, find_clip
+from common.inspection import NOTHING, Codes, Tokens, code_tables, facts, find_clip
 from common.lora import base_model
 from common.loss import IGNORE, codebook_stats
 from common.runtime import Process
@@ -27,10 +27,9 @@ WHY = {
 
 def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, process: Process) -> list:
     """`recipe`: higgs_clone. `load(model)` fills in trained weights; None: nothing is predicted."""
-    with memory.unallocated(config):
-        model = recipe.build_model(config, ds)
+    model = recipe.build_model(config, ds) if load else None
     tokenizer = load_tokenizer(config.model, config.revision)
-    layout = layout_of(base_model(model).config, tokenizer)
+    layout = layout_of(base_model(model).config if load else config_of(config.model), tokenizer)
     chat = Chat(tokenizer, config.normalise_text, config.voices_in)
     clips = recipe.build_data(config.data, layout, chat, config, process, train=True)
     clip = find_clip(clips.tokens, clips.kept, name)
@@ -43,7 +42,13 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
         shown["loss"] = f"{predict(model, clips, batch, codes, recipe.compute_loss, process) / weight:.4f}"
     items = prompt_tokens(batch["input_ids"][0].tolist(), layout, chat)
     tokens = Tokens("Tokens", items, "the chat; audio has one placeholder per frame")
-    return [facts("Clip", shown), tokens, *code_sections(codes)]
+    return [facts("Clip", shown), tokens, *code_tables(codes)]
+
+
+def config_of(model: str):
+    from transformers import HiggsAudioV2Config
+
+    return HiggsAudioV2Config.from_pretrained(hub.folder(model))
 
 
 def clip_facts(clips: VoiceClips, clip: int, epoch: int, batch: dict) -> dict:
@@ -99,8 +104,6 @@ def codes_of(clips: VoiceClips, batch: dict) -> Codes:
         shifted = np.concatenate([shifted, text[:, None]], axis=1)
         masked = np.concatenate([masked, np.where(follows, "audio", "text")[:, None]], axis=1)
         columns, weights = [*columns, "text"], [*weights, clips.config.text_loss]
-    starts = at[np.flatnonzero(np.diff(at, prepend=-2) > 1)]
-    ends = at[np.flatnonzero(np.diff(at, append=len(ids) + 1) > 1)] + 1
     return Codes(
         inputs,
         ["" if audio_at(number, layout) else clips.chat.decode([number])[0] for number in ids],
@@ -109,8 +112,6 @@ def codes_of(clips: VoiceClips, batch: dict) -> Codes:
         columns,
         weights,
         {layout.bos: "BOS", layout.eos: "EOS"},
-        breaks=[*starts.tolist(), *ends.tolist()],
-        margin=layout.tail + 2,
         why=WHY,
     )
 

@@ -1,16 +1,19 @@
 """What Llama MoT is trained on for one clip, for ./launch.sh inspect. B clips, L positions, C codebooks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from common import memory
+from common import hub
 from common.evaluation import evaluating
 from common.feed import to_device
-from common.inspection import Codes, Tokens, code_sections, facts, find_clip
+from common.inspection import Codes, Tokens, code_tables, facts, find_clip
 from common.loss import IGNORE
 from common.runtime import Process
 from models.mot.data import Clips, Tokenizer
+from models.mot.layout import Layout
 from models.mot.network import MoTLlama, Route
 
 WHY = {
@@ -24,8 +27,7 @@ WHY = {
 
 def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, process: Process) -> list:
     """`recipe`: llama_mot. `load` None: nothing is predicted; trained weights come with --adapter."""
-    with memory.unallocated(config):
-        model = recipe.build_model(config, ds)
+    model = recipe.build_model(config, ds) if load else without_weights(config)
     clips = recipe.build_data(config.data, model, Tokenizer(config.model), config, process, train=True)
     clip = find_clip(clips.tokens, clips.kept, name)
     batch = clips.batch([clip], epoch)
@@ -39,7 +41,15 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
     tokens = Tokens("Tokens", [(i, clips.tokenizer.piece(i)) for i in text.tolist()], "the caption, after BOS")
     if len(text) == 1 < len(clips.caption(clip)):
         tokens.note = f"without caption in epoch {epoch} (--text-dropout {config.text_dropout:g})"
-    return [facts("Clip", shown), tokens, *code_sections(codes)]
+    return [facts("Clip", shown), tokens, *code_tables(codes)]
+
+
+def without_weights(config) -> SimpleNamespace:
+    """What build_data reads of a model: its layout."""
+    from transformers import LlamaConfig
+
+    vocab = LlamaConfig.from_pretrained(hub.folder(config.model)).vocab_size
+    return SimpleNamespace(layout=Layout(vocab, order=config.layout))
 
 
 def clip_facts(clips: Clips, clip: int, epoch: int, batch: dict) -> dict:
@@ -77,8 +87,6 @@ def codes_of(clips: Clips, batch: dict, text: int) -> Codes:
         [f"channel_{k}" for k in range(layout.codebooks)],
         batch["codebook_weights"].tolist(),
         {layout.bos: "A_BOS", layout.eos: "A_EOS"},
-        breaks=[0, text, len(inputs)],
-        margin=2 * layout.codebooks + 2,
         why=WHY,
     )
 

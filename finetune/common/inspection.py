@@ -182,7 +182,7 @@ def to_text(sections: list[Table | Tokens], width: int) -> str:
             words = [f"{number}:{visible(piece)}".replace(" ", "_") for number, piece in section.items]
             lines += textwrap.wrap(" ".join(words), width, initial_indent="  ", subsequent_indent="  ")
         elif section.header:
-            lines += [line[:width] for line in table_lines([section.header, *section.rows])]
+            lines += [line[:width].rstrip() for line in table_lines([section.header, *section.rows])]
         else:
             lines += fact_lines(section.rows, width)
     return "\n".join(lines[1:])
@@ -205,7 +205,7 @@ def table_lines(rows: list[list[str]]) -> list[str]:
     for first, *others in rows:
         cells = [first.ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
+        lines.append("  " + "  ".join(cells))
     return lines
 
 

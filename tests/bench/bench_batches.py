@@ -1,10 +1,10 @@
-"""Micro-batches of like length against random padded ones, on a natural mix of lengths (P4, P5, P6).
+"""Micro-batches of like length against random padded ones, on a natural mix of lengths (S5).
 
     python tests/bench/bench_batches.py [--rounds 8]
 
 20,000 clips of 1 to 20 s. Real tokens per second: forward and backward pass of the demo's Dia, all weights, against
-random batches of 8 clips; both sides compute as many padded positions in all. Shares and balance are counted, not
-timed. The share of real positions is counted in the batches themselves, so positions of dropped captions are padding.
+random batches of 8 clips; both sides compute as many padded positions in all. The share of real positions is counted in
+the batches themselves, so positions of dropped captions are padding.
 """
 
 import argparse
@@ -20,9 +20,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune"), str(ROOT / "data")]
-from bench_data_reader import natural_seconds, write  # noqa: E402
-
-from helpers.bench_rows import Row, report  # noqa: E402
+from bench_data import natural_seconds, write  # noqa: E402
+from run import Row, report  # noqa: E402
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 CLIPS, RANDOM_BATCH = 20_000, 8
@@ -38,7 +37,6 @@ def main() -> None:
         model, clips = dia(folder)
         report_speed(model, clips, args.rounds)
         report_share(clips, "Dia, bucketed", ">= 0.95")
-        report_balance(clips.lengths)
         report_share(higgs(folder), "Higgs, --packing", ">= 0.98")
         report_share(mot(folder), "Llama MoT, bucketed", ">= 0.98")
 
@@ -98,7 +96,6 @@ def mot(folder: Path):
 
 
 def report_speed(model, clips, rounds: int) -> None:
-
     from common.plan import Plan
     from dia_full import compute_loss
 
@@ -149,7 +146,7 @@ def report_speed(model, clips, rounds: int) -> None:
     ours = f"{speed['ours']:.0f} tokens/s"
     for name, what in (("random", "the same loss"), ("random, library", "transformers' loss")):
         ratio, peer = speed["ours"] / speed[name], f"{speed[name]:.0f} (random batches, {what})"
-        report(Row("P4", "real tokens per CPU second, natural lengths", ours, ratio, ">= 1.9", peer))
+        report(Row("S5", "real tokens per CPU second, natural lengths", ours, ratio, ">= 1.9", peer))
 
 
 def report_share(clips, what: str, target: str) -> None:
@@ -167,20 +164,7 @@ def report_share(clips, what: str, target: str) -> None:
     shuffled = np.random.default_rng(1).permutation(len(clips))[: RANDOM_BATCH * (len(clips) // RANDOM_BATCH)]
     random = clips.lengths[shuffled].reshape(-1, RANDOM_BATCH)
     random_share = f"{random.sum() / (RANDOM_BATCH * random.max(axis=1)).sum():.3f} (random, 8 clips)"
-    report(Row("P5", f"share of real positions: {what}", f"{real / padded:.3f}", real / padded, target, random_share))
-
-
-def report_balance(lengths: np.ndarray) -> None:
-    """Tokens of the busiest rank over the mean of all, averaged over the steps of an epoch."""
-    from common.plan import Plan
-
-    plan = Plan(lengths, 8192, seed=0)
-    for ranks in (2, 8, 64):
-        steps = plan.per_epoch // ranks
-        tokens = [lengths[plan.micro_batch(number)[1]].sum() for number in range(steps * ranks)]
-        tokens = np.reshape(tokens, (steps, ranks))
-        ratio = float((tokens.max(axis=1) / tokens.mean(axis=1)).mean())
-        report(Row("P6", f"busiest of {ranks} ranks / mean, tokens per step", f"{ratio:.3f}", ratio, "<= 1.05"))
+    report(Row("S5", f"share of real positions: {what}", f"{real / padded:.3f}", real / padded, target, random_share))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long a checkpoint keeps the training waiting: written at once, and from a copy in the background (P15); and
-what checkpoints cost a run of the Dia LoRA demo at the default --save-every (P16).
+"""How long a checkpoint keeps the training waiting: written at once, and from a copy in the background; and what
+checkpoints cost a run of the Dia LoRA demo at the default --save-every (S8).
 
-    python tests/bench/bench_checkpoint.py [--millions 60] [--rounds 5]
+    python tests/bench/bench_checkpoint.py [--millions 20] [--rounds 5]
 
-P15: one rank, ZeRO-2, fp32 masters and moments of a plain network. Both ways take turns in one process. Stall: the time
-until the training may go on. Until listed: the time until the checkpoint could be loaded. P16: two ranks; the cost of a
+The wait: one rank, ZeRO-2, fp32 masters and moments of a plain network. Both ways take turns in one process. Stall:
+until the training may go on. Until listed: until the checkpoint could be loaded. The share: two ranks; the cost of a
 checkpoint is the stall that the run logs, and what the next steps take longer than others while it is written.
 """
 
@@ -19,16 +19,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune")]
+from run import Row, report  # noqa: E402
+
 from common.config import RunConfig  # noqa: E402
 from helpers import support  # noqa: E402
-from helpers.bench_rows import Row, report  # noqa: E402
 
 os.environ |= support.CPU
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=int, default=60, help="trained parameters; default: %(default)s")
+    parser.add_argument("--millions", type=int, default=20, help="trained parameters; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     import torch
@@ -78,7 +79,7 @@ def main() -> None:
         print(f"{name:18} {stalls[name]:8.3f} {listed:15.3f} {beside:19.3f}")
     plain, ours = stalls.values()
     what = f"training waits for a checkpoint of {size / 1e6:.0f} MB"
-    report(Row("P15", what, f"{ours:.3f} s", plain / ours, ">= 5", f"{plain:.3f} s (written at once)"))
+    report(Row("S8", what, f"{ours:.3f} s", plain / ours, ">= 5", f"{plain:.3f} s (written at once)"))
     report_cost()
 
 
@@ -98,7 +99,7 @@ def report_cost(every: int = 12, saves: int = 5) -> None:
     ours, run = f"{1e3 * cost:.0f} ms per checkpoint", f"{every} steps of {1e3 * step:.0f} ms"
     report(
         Row(
-            "P16",
+            "S8",
             "checkpoints at the default --save-every, share of the time",
             ours,
             cost / (every * step),

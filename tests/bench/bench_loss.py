@@ -1,4 +1,4 @@
-"""Memory and time of the codebook loss against full logits (P10), interleaved in one process.
+"""Memory and time of the codebook loss against full logits (S6), interleaved in one process.
 
     python tests/bench/bench_loss.py
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune")]
-from helpers.bench_rows import Row, report  # noqa: E402
+from run import Row, report  # noqa: E402
 
 N, C, V, D = 4 * 860, 9, 1028, 2048
 
@@ -94,9 +94,9 @@ def main() -> None:
         cpu = cpu_p10({side: functools.partial(run, side) for side in mb}, args.rounds)
         memory, times = mb["full"] / mb["ours"], cpu["ours"] / cpu["full"]
         what = f"loss with a {head} head"
-        report(Row("P10", f"{what}, peak", f"{mb['ours']:.0f} MB", memory, ">= 2.5", f"{mb['full']:.0f} MB (logits)"))
+        report(Row("S6", f"{what}, peak", f"{mb['ours']:.0f} MB", memory, ">= 2.5", f"{mb['full']:.0f} MB (logits)"))
         seconds = f"{cpu['ours']:.2f} s", f"{cpu['full']:.2f} s (logits)"
-        report(Row("P10", f"{what}, CPU time", seconds[0], times, "<= 1.05", seconds[1]))
+        report(Row("S6", f"{what}, CPU time", seconds[0], times, "<= 1.05", seconds[1]))
 
 
 if __name__ == "__main__":

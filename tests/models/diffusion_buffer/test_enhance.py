@@ -334,7 +334,7 @@ def test_impossible_delays_are_refused():
 
 @pytest.mark.parametrize(("steps", "decibels"), [(70, 4), pytest.param(150, 8, marks=pytest.mark.long)])
 def test_one_clip_by_heart_gains_decibels_when_streamed(steps, decibels):
-    """DP learned by a narrow network; tests/bench/bench_diffusion_buffer_overfit.py is the long one."""
+    """DP learned by a narrow network."""
     spec = Spec(width=8, n_fft=510, hop=256, frames=16, buffer=8, t_max=0.8)
     noisy, clean = pair(1.0, 0.0)
     network, losses = overfit(spec, noisy, clean, steps=steps)

@@ -1,15 +1,14 @@
-"""What a training step of each real model asks of a GPU, counted without one: host waits, kernels, activation memory.
+"""What a micro-batch of each real model asks of a GPU, counted without one: host waits, kernels, saved bytes (S3, S4).
 
-    python tests/bench/bench_budget.py                  all models, about two minutes and 2 GB
-    python tests/bench/bench_budget.py dia_full         some of them
-    python tests/bench/bench_budget.py dia_full --ops   and the operations of which ours has most in excess
+    python tests/bench/bench_counts.py                  all models, about two minutes and 2 GB
+    python tests/bench/bench_counts.py dia_full         some of them
 
 Each recipe's own compute_loss, forward and backward, on tests/helpers/fake_device.py with the configuration of the real
 checkpoint, in bf16 (the enhancers in fp32); no large weight is ever allocated. "plain" is the forward and backward pass
 of transformers (and PEFT) on the same model and clips, with the loss of transformers.
 
-waits: how often the host waits for the device. kernels: operations other than views. kB: saved for the backward pass
-per padded position. With --gradient-checkpointing the activations of the layer that is being recomputed come on top.
+Waits: how often the host waits for the device. Kernels: operations other than views. Bytes: saved for the backward
+pass, per padded position.
 """
 
 import argparse
@@ -26,20 +25,19 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "finetune"), str(ROOT / "data")]
 import torch  # noqa: E402
+from run import Row, report  # noqa: E402
 
 from helpers import cmgan_support, diffusion_buffer_support, fake_device, support  # noqa: E402
 
 DS = {"zero_optimization": {"stage": 2}}
-KERNELS, BYTES, CHECKPOINTED = 1.05, 1.0, 0.35  # limits, as multiples of plain
 
 
 @dataclass
 class Case:
     """What is measured. Both build everything anew, because a run replaces the weights for good."""
 
-    ours: Callable[[bool], tuple]  # with gradient checkpointing? -> model, batch, loss_fn(model, batch)
+    ours: Callable[[], tuple]  # -> model, batch, loss_fn(model, batch)
     plain: Callable[[], tuple] | None = None
-    max_kernels: int | None = None  # instead of KERNELS x plain
 
 
 def on_meta(make, *args):
@@ -68,8 +66,8 @@ def dia_case(recipe: str, **flags) -> Case:
 
     recipe = importlib.import_module(recipe)
 
-    def build(checkpointing: bool):
-        config = recipe.Config(data="x", gradient_checkpointing=checkpointing, **flags)
+    def build():
+        config = recipe.Config(data="x", **flags)
         with mock.patch.object(
             recipe, "load_dia", lambda *args, **more: on_meta(DiaForConditionalGeneration, DiaConfig())
         ):
@@ -86,7 +84,7 @@ def dia_case(recipe: str, **flags) -> Case:
         return model, batch, functools.partial(recipe.compute_loss, clips=clips)
 
     def plain():
-        model, batch, _ = build(False)
+        model, batch, _ = build()
 
         def loss(model, batch):
             names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
@@ -114,8 +112,8 @@ def higgs_case(**flags) -> Case:
     names = ("audio_token_id", "audio_bos_token_id", "audio_delay_token_id", "pad_token_id")
     real = HiggsAudioV2Config(codebook_size=1026, **{name: getattr(ids, name) for name in names})
 
-    def build(checkpointing: bool):
-        config = higgs_clone.Config(data="x", gradient_checkpointing=checkpointing, **flags)
+    def build():
+        config = higgs_clone.Config(data="x", **flags)
         make = functools.partial(on_meta, HiggsAudioV2ForConditionalGeneration, real)
         with mock.patch.object(higgs_clone, "load_higgs", lambda *args, **more: make()):
             model = higgs_clone.build_model(config, DS).train()
@@ -134,7 +132,7 @@ def higgs_case(**flags) -> Case:
         return model, batch, functools.partial(higgs_clone.compute_loss, clips=clips)
 
     def plain():
-        model, batch, _ = build(False)
+        model, batch, _ = build()
         names = ("input_ids", "attention_mask", "audio_input_ids", "audio_input_ids_mask", "audio_labels")
         return model, batch, lambda model, batch: model(**{n: batch[n] for n in names}, use_cache=False).loss
 
@@ -180,19 +178,18 @@ def llama_case(size: str, untie: str = "ffn") -> Case:
         )
         return on_meta(LlamaForCausalLM, config)
 
-    def build(checkpointing: bool):
+    def build():
         base = llama(128256).requires_grad_(False)
         expert = Expert("musicgen", donor_width, donor_ffn)
         music = [on_meta(AudioLayer, base.config, expert, untie) for _ in range(layers)]
         model = on_meta(MoTLlama, base, Layout(128256), expert, untie, music).train()
         choose_parts(model, ["all"])
-        model.recompute = checkpointing
         texts = [np.arange(1, n + 1) for n in (60, 40)]
         batch = mot_support.batch_of(model, [500, 400], texts) | {"codebook_weights": torch.ones(4)}
         return model, batch, llama_mot.compute_loss
 
     def plain():
-        model, batch, _ = build(False)
+        model, batch, _ = build()
         rows = model.layout.rows
 
         def loss(model, batch):
@@ -210,20 +207,17 @@ def llama_case(size: str, untie: str = "ffn") -> Case:
 
 def cmgan_case() -> Case:
     """The generator as published, 4 crops of 2 s."""
-    return Case(
-        lambda checkpointing: cmgan_support.generator_step(64, 16, gradient_checkpointing=checkpointing),
-        max_kernels=1500,
-    )
+    return Case(lambda: cmgan_support.generator_step(64, 16))
 
 
 def discriminator_case() -> Case:
-    """The discriminator as published on the same crops, with --noisy-term and --replay: four kinds of sounds."""
-    return Case(lambda checkpointing: cmgan_support.discriminator_step(16), max_kernels=700)
+    """The discriminator as published on the same crops."""
+    return Case(lambda: cmgan_support.discriminator_step(16))
 
 
-def buffer_case(network: str, max_kernels: int) -> Case:
-    """A network as published, 4 crops of 128 frames. It has no --gradient-checkpointing."""
-    return Case(lambda checkpointing: diffusion_buffer_support.training_step(network, 0), max_kernels=max_kernels)
+def buffer_case(network: str) -> Case:
+    """A network as published, 4 crops of 128 frames."""
+    return Case(lambda: diffusion_buffer_support.training_step(network, 0))
 
 
 ROWS: dict[str, Callable[[], Case]] = {
@@ -236,79 +230,43 @@ ROWS: dict[str, Callable[[], Case]] = {
     "llama_mot 8B": lambda: llama_case("8b"),
     "cmgan": cmgan_case,
     "cmgan discriminator": discriminator_case,
-    "diffusion_buffer ncsnpp": lambda: buffer_case("ncsnpp", 1050),
-    "diffusion_buffer block_causal": lambda: buffer_case("block_causal", 1700),
+    "diffusion_buffer ncsnpp": lambda: buffer_case("ncsnpp"),
+    "diffusion_buffer block_causal": lambda: buffer_case("block_causal"),
 }
 
 
-# ---- the table ---------------------------------------------------------------------------------------------------
+# ---- the rows ----------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case) -> dict:
+def measure(name: str, case: Case) -> None:
     def run(parts: tuple) -> tuple[fake_device.Counts, int]:
         model, batch, loss = parts
         return fake_device.run(loss, model, batch), batch["positions"]
 
-    (ours, positions), (checkpointed, _) = run(case.ours(False)), run(case.ours(True))
+    ours, positions = run(case.ours())
+    waits, kernels = ours.syncs.total(), ours.launches
     plain = run(case.plain())[0] if case.plain else None
-    return {"ours": ours, "plain": plain, "checkpointed": checkpointed, "positions": positions}
-
-
-def missed(case: Case, found: dict) -> list[str]:
-    """The limits that are not kept."""
-    ours, plain = found["ours"], found["plain"]
-    limits = {"waits": (ours.syncs.total(), 0)}
-    if case.max_kernels or plain:
-        limits["kernels"] = (ours.launches, case.max_kernels or KERNELS * plain.launches)
-    if plain:
-        limits["bytes"] = (ours.saved_bytes, BYTES * plain.saved_bytes)
-        limits["checkpointed bytes"] = (found["checkpointed"].saved_bytes, CHECKPOINTED * plain.saved_bytes)
-    wrong = [name for name, (value, limit) in limits.items() if value > limit]
-    return wrong + ["dense mask"] * any(call.dense for call in ours.attention)
-
-
-def line(name: str, case: Case, found: dict) -> str:
-    ours, plain, positions = found["ours"], found["plain"], found["positions"]
-
-    def beside(value: int, other: int | None, unit: int = 1) -> str:
-        ratio = f" ({value / other:.2f} x)" if other else ""
-        return f"{value / unit:,.0f}{ratio}"
-
-    kilo = 1000 * positions
-    cells = [
-        name,
-        f"{positions:,}",
-        str(ours.syncs.total()),
-        str(plain.syncs.total()) if plain else "",
-        beside(ours.launches, plain and plain.launches),
-        f"{plain.launches:,}" if plain else "",
-        beside(ours.saved_bytes, plain and plain.saved_bytes, kilo),
-        f"{plain.saved_bytes / kilo:,.0f}" if plain else "",
-        beside(found["checkpointed"].saved_bytes, plain and plain.saved_bytes, kilo),
-        ", ".join(missed(case, found)) or "none",
-    ]
-    return "| " + " | ".join(cells) + " |"
+    others = f"{plain.syncs.total()} (plain)" if plain else ""
+    report(Row("S3", f"{name}: host waits per micro-batch", str(waits), waits, "== 0", others))
+    assert not any(call.dense for call in ours.attention), f"{name}: attention has a mask for every pair of positions"
+    if not plain:
+        print(f"{name}: {kernels:,} kernels")
+        return
+    report(Row("S4", f"{name}: kernels", f"{kernels:,}", kernels / plain.launches, "<= 1.05", f"{plain.launches:,}"))
+    kb = [f"{counts.saved_bytes / 1000 / positions:,.0f} kB" for counts in (ours, plain)]
+    ratio = ours.saved_bytes / plain.saved_bytes
+    report(Row("S4", f"{name}: saved for the backward pass, per position", kb[0], ratio, "<= 1.05", kb[1]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all without")
-    parser.add_argument("--ops", action="store_true", help="also the operations of which ours has more than plain")
     args = parser.parse_args()
     unknown = set(args.rows) - set(ROWS)
     if unknown:
         parser.error(f"no row {', '.join(unknown)}")
-    header = ["model", "positions", "waits", "plain", "kernels", "plain", "kB per position", "plain", "checkpointed"]
-    print("| " + " | ".join([*header, "limits missed"]) + " |\n" + "|---" * (len(header) + 1) + "|")
     for name in args.rows or ROWS:
-        case = ROWS[name]()
-        found = measure(case)
-        print(line(name, case, found), flush=True)
-        if args.ops:
-            print(f"  waits {dict(found['ours'].syncs)}, plain {dict(found['plain'].syncs) if found['plain'] else {}}")
-            more = found["ours"].kernels - (found["plain"].kernels if found["plain"] else {})
-            print(f"  more kernels than plain: {more.most_common(12)}")
-            print(f"  attention: {sorted(set(found['ours'].attention))}")
+        measure(name, ROWS[name]())
 
 
 if __name__ == "__main__":

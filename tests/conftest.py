@@ -7,7 +7,7 @@ import time
 import pytest
 
 import common.runtime  # noqa: F401  sets what torch reads from the environment
-from helpers import support, warm_ranks
+from helpers import support
 
 os.environ.update(support.CPU)
 
@@ -112,14 +112,13 @@ def pytest_runtest_makereport(item, call):
     are: pytest keeps the folders of the last three sessions."""
     report = yield
     if report.failed:
-        for rank in warm_ranks.STARTED[-4:]:
-            output = rank.folder / "output"
-            tail = output.read_text(errors="replace")[-3000:] if output.exists() else ""
-            report.sections.append((f"end of {output}", tail))
+        for rank in support.STARTED[-4:]:
+            tail = rank.output.read_text(errors="replace")[-3000:]
+            report.sections.append((f"end of {rank.output}", tail))
         if folder := getattr(item, "funcargs", {}).get("tmp_path"):
             report.sections.append(("files of the test", str(folder)))
     if call.when == "teardown":
-        warm_ranks.STARTED.clear()
+        support.STARTED.clear()
     return report
 
 
@@ -223,18 +222,6 @@ def demo_mot():
     from demo import ensure_demo
 
     return ensure_demo(support.ROOT / "runs" / "demo-assets-mot", "mot")
-
-
-@pytest.fixture(scope="session")
-def warm_environment(tmp_path_factory):
-    """An environment whose Python has imported the libraries already, for AUDIO_FINETUNE_ENV."""
-    return warm_ranks.environment_folder(tmp_path_factory.mktemp("warm") / "env", support.environment())
-
-
-@pytest.fixture
-def warm_python(warm_environment, monkeypatch):
-    """What this process starts with its own Python is started with that one."""
-    monkeypatch.setattr(sys, "executable", str(warm_environment / "bin" / "python"))
 
 
 @pytest.fixture(scope="session")

@@ -175,10 +175,10 @@ def place(tmp_path_factory, demo, higgs_demo, demo_mot, pairs):
 
 
 @pytest.fixture
-def shell(warm_environment):
+def shell():
     """What is exported: nothing of ours but the environment."""
     variables = {"HOME": os.environ.get("HOME", "/"), "PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"}
-    return variables | {"AUDIO_FINETUNE_ENV": str(warm_environment)}
+    return variables | {"AUDIO_FINETUNE_ENV": support.VENV}
 
 
 @pytest.fixture(scope="module")

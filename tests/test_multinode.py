@@ -37,12 +37,6 @@ def env(cluster):
     return cluster[0]
 
 
-@pytest.fixture
-def warm_env(env, warm_environment):
-    """For jobs whose processes need not be SLURM's own children."""
-    return env | {"AUDIO_FINETUNE_ENV": str(warm_environment)}
-
-
 @pytest.fixture(scope="module")
 def whole(demo, tmp_path_factory):
     """The same job with two ranks, without SLURM."""
@@ -86,9 +80,9 @@ def assert_same(run, whole) -> None:
     assert any(torch.count_nonzero(value) for name, value in weights.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize(("stage", "started_in"), [(2, "env"), (3, "warm_env")])
-def test_two_nodes_equal_one(request, whole, tmp_path, stage, started_in):
-    env, run = request.getfixturevalue(started_in), tmp_path / "run"
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_nodes_equal_one(env, whole, tmp_path, stage):
+    run = tmp_path / "run"
     job = submit(env, run, stage=stage)
     assert wait_for(env, job, *ENDED) == "COMPLETED", (tmp_path / "job.out").read_text()[-3000:]
     if stage == 2:
@@ -99,9 +93,9 @@ def test_two_nodes_equal_one(request, whole, tmp_path, stage, started_in):
     assert "NodeList=n[1-2]" in nodes
 
 
-def test_a_signal_saves_requeues_and_resumes(warm_env, whole, tmp_path):
+def test_a_signal_saves_requeues_and_resumes(env, whole, tmp_path):
     """Two ranks on one node, on which the job owns one core."""
-    env, run = warm_env, tmp_path / "run"
+    run = tmp_path / "run"
     job = submit(env, run, "--nodes=1", ranks=2)
     support.wait_for_step(run, 5)
     slurm_cluster.run(env, "scancel", "--signal=USR1", job)

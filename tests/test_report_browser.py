@@ -18,13 +18,13 @@ SIZES = [(1280, False), (1280, True), (390, False), (390, True)]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, warm_environment) -> Path:
+def run(tmp_path_factory) -> Path:
     """The demo, trained for a few steps, with a base to compare with and a step that was skipped."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
     words = ["demo", "--steps", "6", "--eval-every", "3", "--samples", "2", "--sample-frames", "60", "--out", folder]
     done = subprocess.run(
         [support.ROOT / "launch.sh", *map(str, words)],
-        env=support.environment(AUDIO_FINETUNE_ENV=str(warm_environment)),
+        env=support.environment(AUDIO_FINETUNE_ENV=support.VENV),
         capture_output=True,
         text=True,
         check=False,

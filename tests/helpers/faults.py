@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from common import checkpoint
-from common.metrics import Tracker
-from common.runtime import Process, stop_requested
+from common.runtime import Process
 from helpers import support
-from helpers.warm_ranks import WarmRank
+from helpers.support import Rank
 
 
 def processes_of(run: Path) -> list[int]:
@@ -65,34 +64,19 @@ def wait_for_checkpoint(run: Path, step: int, timeout: float = 600) -> None:
     raise TimeoutError(f"{run} has no checkpoint of step {step}")
 
 
-def start_and_halt(
-    script: Path, arguments: list, run: Path, step: int, saved: int = 0, world: int = 2
-) -> list[WarmRank]:
+def start_and_halt(script: Path, arguments: list, run: Path, step: int, saved: int = 0, world: int = 2) -> list[Rank]:
     """Starts ranks, of which the last does nothing more after it has logged this step, until it is asked to stop.
     Returns when they are there and have saved step `saved`: however busy the machine is, they go no further before a
     signal comes."""
-    more = {"WARM_RANK_FIRST": "helpers.faults:halt_after_step", "HALT_AFTER": str(step)}
-    ranks = support.start_ranks(script, arguments, world, **more)
+    more = support.patched("common.metrics=helpers.halts:after_step")
+    ranks = support.start_ranks(script, arguments, world, **more, HALT_AFTER=str(step))
     support.wait_for_step(run, step)
     if saved:
         wait_for_checkpoint(run, saved)
     return ranks
 
 
-def halt_after_step() -> None:
-    """In a rank: see start_and_halt. Checkpoints are written by other threads, without the ranks' help."""
-    log = Tracker.step
-
-    def step(tracker, number: int, values: dict) -> None:
-        log(tracker, number, values)
-        halts = number == int(os.environ["HALT_AFTER"]) and tracker.process.rank == tracker.process.world - 1
-        while halts and not stop_requested():
-            time.sleep(0.1)
-
-    Tracker.step = step
-
-
-def kill_all(ranks: list[WarmRank], run: Path) -> list[str]:
+def kill_all(ranks: list[Rank], run: Path) -> list[str]:
     """kill -9 of every rank; returns what they had printed."""
     for rank in ranks:
         os.kill(rank.pid, signal.SIGKILL)
@@ -101,7 +85,7 @@ def kill_all(ranks: list[WarmRank], run: Path) -> list[str]:
     return outputs
 
 
-def kill_one(ranks: list[WarmRank], run: Path) -> None:
+def kill_one(ranks: list[Rank], run: Path) -> None:
     """kill -9 of rank 1; rank 0 loses its peer in a collective and ends by itself."""
     ranks[1].kill()
     codes, outputs = support.finish(ranks, timeout=120)
@@ -112,25 +96,13 @@ def kill_one(ranks: list[WarmRank], run: Path) -> None:
 def kill_all_while_saving(script: Path, arguments: list, run: Path, step: int, timeout: float = 600) -> list[str]:
     """Starts the ranks, which halt with the first file of this step's checkpoint, and kills them there (kill -9)."""
     draft = run / "checkpoints" / f".step-{step:08d}.tmp"
-    more = {"WARM_RANK_FIRST": "helpers.faults:halt_while_saving", "HALT_IN": draft.name}
-    ranks = support.start_ranks(script, arguments, **more)
+    more = support.patched("torch=helpers.halts:while_saving")
+    ranks = support.start_ranks(script, arguments, **more, HALT_IN=draft.name)
     deadline = time.time() + timeout
     while not any(draft.rglob("*.pt")):
         assert time.time() < deadline and all(rank.poll() is None for rank in ranks)
         time.sleep(0.02)
     return kill_all(ranks, run)
-
-
-def halt_while_saving() -> None:
-    """In a rank: its first file of the checkpoint HALT_IN is written, and nothing after that."""
-    write = torch.save
-
-    def save(value, stream):
-        write(value, stream)
-        while os.environ["HALT_IN"] in stream.name:
-            time.sleep(1)
-
-    torch.save = save
 
 
 def assert_half_a_save_is_never_chosen(whole: Path, scratch: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT / "tests") not in sys.path:
     sys.path[:0] = [str(ROOT / "finetune"), str(ROOT / "tests")]
 
-from helpers import support, warm_ranks  # noqa: E402
+from helpers import support  # noqa: E402
 
 MOST_GB = 20.0  # of a rank, before its group is started again
 SCORED = ("cmgan", "diffusion_buffer")  # their train() takes the PESQ processes too
@@ -33,7 +34,7 @@ class RankServer:
     """A group of `world` ranks, started with the first job."""
 
     def __init__(self, world: int):
-        self.world, self.ranks, self.pipes, self.jobs = world, [], [], 0
+        self.world, self.ranks, self.jobs = world, [], 0
 
     def call(self, function: str, timeout: float = 600, **arguments) -> None:
         """Calls "module:function"(process, scorer, **arguments) on every rank; raises with the log if one fails."""
@@ -44,8 +45,8 @@ class RankServer:
         self.jobs += 1
         sizes = [log.stat().st_size for log in self.logs]
         line = json.dumps({"number": self.jobs, "function": function, "arguments": arguments})
-        for pipe in self.pipes:
-            print(line, file=pipe, flush=True)
+        for rank in self.ranks:
+            print(line, file=rank.stdin, flush=True)
         answers = [self.folder / f"{self.jobs}-{rank}.json" for rank in range(self.world)]
         deadline = time.monotonic() + timeout
         while not all(answer.exists() for answer in answers):
@@ -69,20 +70,17 @@ class RankServer:
         port = support.free_port()
         for rank, log in enumerate(self.logs):
             env = support.rank_environment(rank, self.world, port) | {"RANK_SERVER_FOLDER": str(self.folder)}
-            os.mkfifo(jobs := self.folder / f"jobs-{rank}")
-            started = warm_ranks.start(Path(__file__), [], env, stdin=jobs)
-            log.symlink_to(started.folder / "output")
+            started = support.Rank(Path(__file__), [], env, stdin=subprocess.PIPE)
+            log.symlink_to(started.output)
             self.ranks.append(started)
-            self.pipes.append(open(jobs, "w"))
 
     def close(self) -> None:
         for rank in self.ranks:
             rank.kill()
             rank.wait()
-        for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        self.ranks, self.pipes = [], []
+                rank.stdin.close()
+        self.ranks = []
 
 
 def memory_gb(pid: int) -> float:

@@ -4,14 +4,13 @@ import contextlib
 import hashlib
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-
-from helpers import warm_ranks
-from helpers.warm_ranks import WarmRank
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -50,16 +49,41 @@ def rank_environment(rank: int, world: int, port: str) -> dict:
     return environment(**{name: str(number) for name, number in numbers.items()}, **addresses)
 
 
-def start_ranks(script: Path, arguments: list, world: int = 2, **more) -> list[WarmRank]:
-    """Starts the ranks of one job as the launcher would, without the launcher's and the ranks' imports; `more` is added
-    to their environment."""
+class Rank(subprocess.Popen):
+    """`python script arguments`, whose output goes to a file."""
+
+    def __init__(self, script: Path, arguments: list, environment: dict, stdin=subprocess.DEVNULL):
+        self.output = Path(tempfile.mkdtemp(prefix="rank-")) / "output"
+        STARTED.append(self)
+        command = [PYTHON, str(script), *map(str, arguments)]
+        with open(self.output, "w") as stream:
+            super().__init__(
+                command, cwd=ROOT, env=environment, stdin=stdin, stdout=stream, stderr=subprocess.STDOUT, text=True
+            )
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self.output.read_text(errors="replace"), None
+
+
+STARTED: list[Rank] = []  # by the test that runs now
+
+
+def start_ranks(script: Path, arguments: list, world: int = 2, **more) -> list[Rank]:
+    """Starts the ranks of one job as the launcher would; `more` is added to their environment."""
     if script.parent.name == "finetune" and "--export-check" not in arguments:
         arguments = [*arguments, "--no-export-check"]  # it starts a process; test_export_check.py asks for it
     port = free_port()
-    return [warm_ranks.start(script, arguments, rank_environment(rank, world, port) | more) for rank in range(world)]
+    return [Rank(script, arguments, rank_environment(rank, world, port) | more) for rank in range(world)]
 
 
-def finish(ranks: list[WarmRank], timeout: float = 600) -> tuple[list[int], list[str]]:
+def patched(*patches: str) -> dict:
+    """For the environment of processes that helpers/patch is to change, beside changes that are already asked for."""
+    words = [*os.environ.get("TEST_PATCHES", "").split(), *patches]
+    return {"PYTHONPATH": str(ROOT / "tests" / "helpers" / "patch"), "TEST_PATCHES": " ".join(words)}
+
+
+def finish(ranks: list[Rank], timeout: float = 600) -> tuple[list[int], list[str]]:
     """Exit codes and outputs of all ranks."""
     try:
         outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
@@ -75,9 +99,22 @@ def run_recipe(*arguments, world: int = 2, recipe: str = "dia_lora") -> tuple[li
 
 
 def run_script(name: str, *arguments) -> subprocess.CompletedProcess:
-    """Runs finetune/<name>, without the imports."""
-    command = [*warm_ranks.command(environment()), str(ROOT / "finetune" / name), *map(str, arguments)]
+    """Runs finetune/<name>."""
+    command = [PYTHON, str(ROOT / "finetune" / name), *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+
+
+def become(command: list[str], environment: dict, output: str) -> None:
+    """In a forked process: does what `python COMMAND` would do in the project's folder, and prints into a file."""
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def run_demo(command: str, run: Path) -> str:

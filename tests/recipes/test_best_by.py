@@ -18,7 +18,7 @@ from common.runtime import Stopped, init_process
 from helpers import dia_support, higgs_support, mot_support, scoring_models, support
 from helpers.rank_server import Runs
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("warm_python")]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

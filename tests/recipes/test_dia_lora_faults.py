@@ -50,10 +50,10 @@ def deepspeed(words) -> subprocess.Popen:
     )
 
 
-def launch_sh(words, venv=support.VENV) -> subprocess.Popen:
+def launch_sh(words) -> subprocess.Popen:
     return subprocess.Popen(
         ["env", "--default-signal=INT", support.ROOT / "launch.sh", "dia_lora", *words],
-        env=support.environment(AUDIO_FINETUNE_ENV=str(venv)),
+        env=support.environment(AUDIO_FINETUNE_ENV=support.VENV),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,7 +77,7 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(whole, tmp_path, start
     faults.assert_same_run(run, whole)
 
 
-def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, warm_environment, tmp_path):
+def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, tmp_path):
     """Each stops all ranks at the same step with a checkpoint of it, code 75 and no process left; the next start goes
     on from there. DeepSpeed's own runner and launcher (of the command `deepspeed`) die of most of them without a word
     to the ranks, and have codes of their own."""
@@ -92,7 +92,7 @@ def test_a_run_that_gets_every_signal_everywhere_ends_as_if_it_got_none(demo, wa
                 continue  # as rank 1
             by_deepspeed = target in ("runner", "launcher")
             flags = [*job(run), *words]
-            started = deepspeed(flags) if by_deepspeed else launch_sh(flags, warm_environment)
+            started = deepspeed(flags) if by_deepspeed else launch_sh(flags)
             support.wait_for_step(run, stopped + 1)
             pid = {"launch.sh": started.pid, **faults.job_processes(run)}[target]
             os.kill(pid, number)

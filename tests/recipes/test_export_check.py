@@ -28,7 +28,7 @@ BROKEN_LORA = ("drop_adapter", "rename_adapter", "wrong_alpha")
 
 
 @pytest.fixture(autouse=True)
-def checked(monkeypatch, warm_python):
+def checked(monkeypatch):
     monkeypatch.setattr(export_check, "require_same", REQUIRE_SAME)
 
 

@@ -105,7 +105,7 @@ def test_every_recipe_has_a_card_whose_command_names_its_verb(tmp_path, recipe):
 
     base = tmp_path / "base"
     base.mkdir()
-    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\nlicense: in the text\n")
     run = make_run(tmp_path / "run", recipe, model=str(base))
     words = ["--run", str(run), "me/v", "--base", "owner/base", "--card-only", str(tmp_path / "new")]
     push.push(push.parse_args(words))
@@ -115,3 +115,13 @@ def test_every_recipe_has_a_card_whose_command_names_its_verb(tmp_path, recipe):
         [verb] = [verb for verb in ("speak", "generate", "enhance") if recipe in SCRIPTS[verb]]
         assert f"./launch.sh {verb} --" in card
     assert not any(os.fsencode(tmp_path) in file.read_bytes() for file in (tmp_path / "new").rglob("*.json"))
+
+
+def test_a_licence_is_named_by_a_cards_metadata_alone(tmp_path):
+    assert push.license_of("") is push.license_of(str(tmp_path)) is None
+    for text, licence in (("# Dia\nlicense: in the text\n", None), ("---\nlicense: mit\n---\n", "mit")):
+        (tmp_path / "README.md").write_text(text)
+        assert push.license_of(str(tmp_path)) == licence
+    (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\n")
+    with pytest.raises(push.UserError, match="no readable metadata .*--license"):
+        push.license_of(str(tmp_path))

@@ -177,42 +177,52 @@ def judge(engine: torch.Tensor, made: dict[str, torch.Tensor], flags: dict, code
     code given what it had said before; -1: nothing. The artifact must choose the same, but where two are as likely.
     """
     forms = {name: value for name, value in made.items() if name not in ("base", "in bf16")}
-    size, is_quantised = float(engine.square().mean().sqrt()), flags.get("quantize", "none") != "none"
-    tolerance, is_rounded = size * (QUANTISED if is_quantised else FP32), is_quantised or "in bf16" in made
+    base = made.get("base")
+    is_quantised = flags.get("quantize", "none") != "none"
+    size = float(engine.square().mean().sqrt())
+    tolerance = size * (QUANTISED if is_quantised else FP32)
     if "in bf16" in made:
         tolerance = max(tolerance, BF16_FACTOR * distance(made["in bf16"], list(forms.values())[-1]))
+    other_share = OTHER_CODES if is_quantised or "in bf16" in made else 0.0
     differences = {name: distance(value, engine) for name, value in forms.items()}
     facts = {"tolerance": tolerance, "size": size, "differences": differences, "problem": None}
-    base = made.get("base")
-    moved = None if base is None else distance(base, engine)
     for name, value in forms.items():
-        if not differences[name] <= tolerance:
-            is_base = base is not None and distance(value, base) <= tolerance
+        if not differences[name] <= tolerance:  # NaN too
             facts["problem"] = f"the outputs of its {name} differ from the engine's by {differences[name]:.2g}, where"
-            facts["problem"] += f" {tolerance:.2g} is allowed" + (", and are those of the base" if is_base else "")
-            return facts
-        if codes is None:
-            continue
-        doubt = 2 * max(tolerance, float((value - engine).abs().max()))
-        best, second = engine.topk(2).values.unbind(-1)
-        if bool((value.argmax(-1) != engine.argmax(-1))[best - second > doubt].any()):
-            facts["problem"] = f"the most likely codes of its {name} are not the engine's"
-            return facts
-        others = (lead_over(codes, value[:, :code_count]) > doubt)[codes >= 0].float().sum()
-        if float(others) > OTHER_CODES * is_rounded * float((codes >= 0).sum()):
-            facts["problem"] = f"its {name} would say other codes than the engine, {others:.0f} of {(codes >= 0).sum()}"
+            facts["problem"] += f" {tolerance:.2g} is allowed"
+            if base is not None and distance(value, base) <= tolerance:
+                facts["problem"] += ", and are those of the base"
+        elif codes is not None:
+            facts["problem"] = other_codes(name, value, engine, codes, code_count, tolerance, other_share)
+        if facts["problem"]:
             return facts
     listed = ", ".join(f"{name} {value:.2g}" for name, value in differences.items())
     facts["sentence"] = f"outputs of {size:.3g} differ by {listed} (allowed: {tolerance:.2g})"
     if codes is not None:
         facts["codes"] = float((codes >= 0).sum())
         facts["sentence"] += f", {facts['codes']:.0f} codes that it says are the same"
-    if moved is not None:
-        facts |= {"base": moved}
-        facts["sentence"] += f", those of the base by {moved:.2g}"
-        if moved <= tolerance:
+    if base is not None:
+        facts["base"] = distance(base, engine)
+        facts["sentence"] += f", those of the base by {facts['base']:.2g}"
+        if facts["base"] <= tolerance:
             facts["sentence"] += ": the training changed less than this check can see"
     return facts
+
+
+def other_codes(
+    name: str, value: torch.Tensor, engine: torch.Tensor, codes, code_count: int, tolerance: float, other_share: float
+) -> str | None:
+    """What is wrong with the codes that this form of the artifact would choose; None if nothing is."""
+    doubt = 2 * max(tolerance, float((value - engine).abs().max()))  # codes that lead by less count as equally likely
+    best, second = engine.topk(2).values.unbind(-1)
+    is_clear = best - second > doubt
+    if bool((value.argmax(-1) != engine.argmax(-1))[is_clear].any()):
+        return f"the most likely codes of its {name} are not the engine's"
+    is_said = codes >= 0
+    others = int((lead_over(codes, value[:, :code_count]) > doubt)[is_said].sum())
+    if others > other_share * int(is_said.sum()):
+        return f"its {name} would say other codes than the engine, {others} of {int(is_said.sum())}"
+    return None
 
 
 def read_facts(folder: Path) -> tuple[str, dict]:

@@ -77,9 +77,8 @@ def upload(folder: Path, repo: str, token: str, public: bool) -> str:
     api = HfApi(token=token)
     try:
         api.create_repo(repo, private=not public, exist_ok=True)
-        return str(
-            api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload with audio-finetune").commit_url
-        )
+        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload with audio-finetune")
+        return str(commit.commit_url)
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = {401: "HF_TOKEN is not valid", 403: f"HF_TOKEN may not write to {repo}"}.get(status, str(error))
@@ -142,22 +141,35 @@ def copy_samples(source: Path, target: Path) -> list[tuple[str, str]]:
     return copied
 
 
-def license_of(base: str) -> str:
-    """The licence that the card of a local base names; empty if it names none."""
+def license_of(base: str) -> str | None:
+    """The licence that the card of a local base names."""
+    from huggingface_hub import ModelCard
+    from yaml import YAMLError
+
     card = Path(base, "README.md")
-    lines = card.read_text(encoding="utf-8").splitlines() if base and card.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("license:")), "")
+    if not base or not card.is_file():
+        return None
+    try:
+        return ModelCard.load(card, ignore_metadata_errors=True).data.license
+    except (ValueError, YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{card} has no readable metadata ({reason}): name the licence with --license.") from None
 
 
 def model_card(recipe: str, record: dict, records: list[dict], checkpoint: dict, base: str, samples: list, args) -> str:
+    from huggingface_hub import ModelCardData
+
     task, library, title = RECIPES[recipe]
     config = record["config"]
-    front = [f"pipeline_tag: {task}", f"library_name: {library}", "tags: [audio-finetune, deepspeed]"]
-    if base:
-        front.insert(0, f"base_model: {base}")
     licence = args.license or license_of(config.get("model", ""))
-    front += [f"license: {licence}"] if licence else []
-    lines = ["---", *front, "---", "", f"# {args.repo.split('/')[1]}", ""]
+    front = ModelCardData(
+        base_model=base or None,
+        pipeline_tag=task,
+        library_name=library,
+        tags=["audio-finetune", "deepspeed"],
+        license=licence,
+    )
+    lines = ["---", front.to_yaml(), "---", "", f"# {args.repo.split('/')[1]}", ""]
     lines += [f"{title}{f' ({base})' if base else ''}, trained with audio-finetune (`{recipe}`)."]
     if not licence:
         lines += ["", "No licence was named: that of the base model and of the training data apply."]
@@ -195,14 +207,24 @@ def metrics_table(records: list[dict], step: int) -> list[str]:
 
 def usage(recipe: str, base: str, repo: str) -> list[str]:
     name = repo.split("/")[1]
-    if recipe in ("dia_lora", "dia_full"):
-        model, load = (
-            (base, [f'model = PeftModel.from_pretrained(model, "{repo}")']) if recipe == "dia_lora" else (repo, [])
-        )
-        imports = ["from peft import PeftModel"] if load else []
-        code = [*imports, "from transformers import DiaForConditionalGeneration", ""]
-        code += [f'model = DiaForConditionalGeneration.from_pretrained("{model}")', *load]
-        return ["```python", *code, "```"]
+    if recipe == "dia_lora":
+        return [
+            "```python",
+            "from peft import PeftModel",
+            "from transformers import DiaForConditionalGeneration",
+            "",
+            f'model = DiaForConditionalGeneration.from_pretrained("{base}")',
+            f'model = PeftModel.from_pretrained(model, "{repo}")',
+            "```",
+        ]
+    if recipe == "dia_full":
+        return [
+            "```python",
+            "from transformers import DiaForConditionalGeneration",
+            "",
+            f'model = DiaForConditionalGeneration.from_pretrained("{repo}")',
+            "```",
+        ]
     command = USE[recipe].format(folder=name, kind="adapter" if base else "model")
     return ["```", f"hf download {repo} --local-dir {name}", f"./launch.sh {command}", "```"]
 

@@ -3,8 +3,9 @@
     python data/fetch.py nari-labs/Dia-1.6B-0626
     python data/fetch.py nari-labs/Dia-1.6B-0626 --revision main
 
-Run it again after an interruption: it continues. The last line of the output is the folder, which is named after the
-commit. All commands download what they need by themselves, so this one is never required.
+Run it again after an interruption: files that are complete are not downloaded again. The last line of the output is the
+folder, which is named after the commit. All commands download what they need by themselves, so this one is never
+required.
 """
 
 import argparse

@@ -337,12 +337,6 @@ add("hub-missing-weights", FILE, 'if info["missing_keys"]:', "if False:",
 add("hub-unpinned", FILE, 'commits[revision] = _folders[path].name if path in _folders else ""',
     "commits[revision] = getattr(config, revision)", "a resumed run silently trains on newer weights",
     "common/test_hub_fetch.py::test_a_run_notes_the_commit_and_keeps_to_it")
-FILE = "data/lib/hub.py"
-add("hub-begins-anew", FILE, "have = part.stat().st_size if part.exists() else 0", "have = 0",
-    "the parts of two downloads are joined",
-    "data/test_fetch.py::test_a_download_that_was_killed_continues_where_it_was")
-add("hub-damage", FILE, "if hash_file(part) != sha256:", "if False:", "half of another file passes for weights",
-    "data/test_fetch.py::test_a_damaged_part_is_noticed_and_downloaded_again")
 FILE = "finetune/common/errors.py"
 add("disk-errors", FILE, "    except OSError as error:", "    except ZeroDivisionError as error:",
     "a folder that cannot be written is a traceback", "test_mistakes.py::test_a_mistake_is_one_sentence")

@@ -1,23 +1,18 @@
-"""Models and codecs from the Hugging Face hub. A download continues where it was interrupted, and every failure is one
-sentence that says what to do.
+"""Models and codecs from the Hugging Face hub. Every failure is one sentence that says what to do.
 
 The files are kept in the hub's own cache (HF_HOME), where every other program finds them too.
 """
 
 import errno
-import hashlib
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.errors import UserError
 
 # What from_pretrained may ask for; not the same weights in other formats, nor the authors' own in subfolders.
 FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
-AT_ONCE = 4  # weight files that are downloaded at the same time
-BLOCK = 2**24
 
 
 def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
@@ -37,81 +32,9 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
         disable_progress_bars()
     ignored = ["*/*"] + ([] if weights else ["*.safetensors"])
     try:
-        if weights:
-            fetch_weights(name, revision)
         return Path(snapshot_download(name, revision=revision, allow_patterns=FILES, ignore_patterns=ignored))
-    except UserError:
-        raise
     except Exception as error:  # many kinds: of the hub's library, of its HTTP library, of the disk
         raise UserError(explain(error, name, revision)) from None
-
-
-# ---------------------------------------------------------------- weights
-
-
-def fetch_weights(name: str, revision: str | None) -> None:
-    """Downloads the weight files into the hub's cache. The hub's own library would begin each interrupted file anew.
-
-    If the hub does not answer, nothing happens here: all may be in the cache already, and otherwise snapshot_download
-    says what is wrong.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
-
-    api = HfApi()
-    try:
-        commit = api.model_info(name, revision=revision).sha
-        entries = list(api.list_repo_tree(name, revision=commit))
-    except Exception:
-        return
-    files = [entry for entry in entries if isinstance(entry, RepoFile) and "/" not in entry.path and entry.lfs]
-    wanted = [file for file in files if file.path.endswith(".safetensors")]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(lambda file: fetch_file(name, commit, file.path, file.lfs.sha256, file.size), wanted))
-
-
-def fetch_file(name: str, commit: str, file: str, sha256: str, size: int) -> None:
-    """Downloads one file as the blob that the hub's library looks for, under the lock that it takes."""
-    from urllib.parse import urlparse
-
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_url, http_get, repo_folder_name
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
-
-    cache, repo = Path(constants.HF_HUB_CACHE), repo_folder_name(repo_id=name, repo_type="model")
-    blob, lock = cache / repo / "blobs" / sha256, cache / ".locks" / repo / f"{sha256}.lock"
-    if blob.exists():
-        return
-    blob.parent.mkdir(parents=True, exist_ok=True)
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):
-        if blob.exists():  # another process was faster
-            return
-        part = blob.with_name(f"{sha256}.part")
-        have = part.stat().st_size if part.exists() else 0
-        if have > size:
-            part.unlink()
-            have = 0
-        says = f"continuing after {have / 1e6:.0f} of" if have else "downloading"
-        print(f"{name}: {says} {size / 1e6:.0f} MB of {file}", file=sys.stderr, flush=True)
-        url = hf_hub_url(name, file, revision=commit)
-        place = get_hf_file_metadata(url).location
-        # The token is for the hub, not for the store that it sends us to.
-        headers = build_hf_headers() if urlparse(place).netloc == urlparse(url).netloc else {}
-        with open(part, "ab") as stream:
-            http_get(place, stream, resume_size=have, headers=headers, expected_size=size)
-        if hash_file(part) != sha256:
-            part.unlink()
-            raise UserError(f"{name}: {file} arrived damaged and was deleted; run the same command again.")
-        part.replace(blob)
-
-
-def hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while block := stream.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------- what went wrong
@@ -159,7 +82,7 @@ def explain(error: Exception, name: str, revision: str | None) -> str:
     if status >= 500 or any(isinstance(e, kinds) or type(e).__module__.startswith("http") for e in chain(error)):
         reason = f"HTTP {status}" if status else type(list(chain(error))[-1]).__name__
         return (
-            f"{name} cannot be downloaded: {hub} does not answer ({reason}); run the same command again to continue,"
+            f"{name} cannot be downloaded: {hub} does not answer ({reason}); run the same command again,"
             f" {elsewhere}."
         )
     return f"{name} cannot be downloaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})."

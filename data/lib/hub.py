@@ -82,8 +82,7 @@ def explain(error: Exception, name: str, revision: str | None) -> str:
     if status >= 500 or any(isinstance(e, kinds) or type(e).__module__.startswith("http") for e in chain(error)):
         reason = f"HTTP {status}" if status else type(list(chain(error))[-1]).__name__
         return (
-            f"{name} cannot be downloaded: {hub} does not answer ({reason}); run the same command again,"
-            f" {elsewhere}."
+            f"{name} cannot be downloaded: {hub} does not answer ({reason}); run the same command again, {elsewhere}."
         )
     return f"{name} cannot be downloaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})."
 

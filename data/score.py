@@ -220,13 +220,9 @@ def words(text: str) -> list[str]:
 
 def word_error_rate(text: str, heard: str) -> float:
     """Edit distance between the two, in words, divided by the number of words in `text`."""
-    text_words, heard_words = words(text), words(heard)
-    row = list(range(len(heard_words) + 1))
-    for i, word in enumerate(text_words, 1):
-        above, row = row, [i]
-        for j, other in enumerate(heard_words, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (word != other)))
-    return row[-1] / len(text_words)
+    from torchaudio.functional import edit_distance
+
+    return edit_distance(words(text), words(heard)) / len(words(text))
 
 
 def load_local(flag: str, name: str, model_class, processor_class) -> tuple:

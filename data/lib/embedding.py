@@ -72,12 +72,12 @@ def agreement(sound: np.ndarray, caption: np.ndarray) -> float:
 
 def frechet(a: np.ndarray, b: np.ndarray) -> float:
     """Fréchet distance between Gaussians fitted to two sets of embeddings, (n, D) each; 0 if they are the same."""
-    mean_a, mean_b = a.mean(axis=0), b.mean(axis=0)
-    cov_a, cov_b = (
-        np.atleast_2d(np.cov(x, rowvar=False)) if len(x) > 1 else np.zeros((x.shape[1],) * 2) for x in (a, b)
-    )
-    # The trace of sqrt(cov_a cov_b) is the sum of square roots of the eigenvalues of a symmetric product.
-    values, vectors = np.linalg.eigh(cov_a)
-    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
-    cross = np.sqrt(np.linalg.eigvalsh(root @ cov_b @ root).clip(0)).sum()
-    return float(np.square(mean_a - mean_b).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * cross)
+    import torch
+    from torchaudio.functional import frechet_distance
+
+    gaussians = []
+    for rows in (a, b):
+        rows = torch.from_numpy(rows).double()
+        # One row has no covariance.
+        gaussians += [rows.mean(0), rows.T.cov(correction=min(1, len(rows) - 1))]
+    return float(frechet_distance(*gaussians))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from scipy.stats import rankdata
 
 from common.errors import UserError
 from common.keyed_random import uniform
@@ -141,22 +142,15 @@ def agreement(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Pearson's and Spearman's correlation (0 for constant predictions) and the mean absolute error."""
     return {
         "d_pearson": correlation(predictions, labels),
-        "d_spearman": correlation(ranking(predictions), ranking(labels)),
+        "d_spearman": correlation(rankdata(predictions), rankdata(labels)),
         "d_mae": float(np.abs(predictions - labels).mean()),
     }
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    a, b = np.asarray(a) - np.mean(a), np.asarray(b) - np.mean(b)
-    size = np.sqrt((a @ a) * (b @ b))
-    return float(a @ b / size) if size > 1e-12 else 0.0
-
-
-def ranking(values: np.ndarray) -> np.ndarray:
-    """Ranks in ascending order; ties share their mean rank."""
-    values = np.asarray(values)
-    below = (values[:, None] > values).sum(1)
-    return below + ((values[:, None] == values).sum(1) - 1) / 2
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return 0.0
+    return float(np.corrcoef(a, b)[0, 1])
 
 
 class GanRamp:
@@ -244,7 +238,7 @@ def diverging(history: list[list[float]]) -> bool:
     if len(history) < LOOK_BACK:
         return False
     losses, scores = np.array(history[-LOOK_BACK:]).T
-    together = correlation(ranking(losses), ranking(scores)) > AGREEMENT
+    together = correlation(rankdata(losses), rankdata(scores)) > AGREEMENT
     return bool(together and losses[-1] < losses[0] and scores[-1] < scores[0])
 
 

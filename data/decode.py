@@ -1,7 +1,6 @@
 """Decode codec tokens to audio: FILE.npy becomes FILE.wav and a spectrogram, FILE.png, in the same folder.
 
     python data/decode.py --codec-weights descript/dac_44khz samples/step-100.npy
-    python data/decode.py --codec-weights DIR --tensorboard runs/a --step 100 samples/*.npy
 
 FILE.npy holds integers of shape (T, C), where C is the number of codebooks, or twice that for stereo (all of the left
 channel, then all of the right). Training never loads a codec: it writes .npy files and runs this command in another
@@ -30,13 +29,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="a local path or a hub id (descript/dac_44khz)",
     )
     add("--codec-revision", metavar="REV", help="branch, tag or commit of --codec-weights on the hub (default: newest)")
-    add(
-        "--tensorboard",
-        type=Path,
-        metavar="DIR",
-        help="also log audio and spectrograms to TensorBoard event files in this folder",
-    )
-    add("--step", type=int, default=0, help="step of the TensorBoard entries (default: 0)")
     return parser.parse_args(argv)
 
 
@@ -51,24 +43,22 @@ def main() -> None:
         return
     from lib.codec import find_weights, load_codec
 
-    write_sounds(arrays, load_codec(find_weights(args.codec_weights, args.codec_revision)), args.tensorboard, args.step)
+    write_sounds(arrays, load_codec(find_weights(args.codec_weights, args.codec_revision)))
 
 
-def decode_files(files: list[Path], codec, board: Path | None, step: int) -> None:
+def decode_files(files: list[Path], codec) -> None:
     """Writes FILE.wav and FILE.png for those that hold at least one frame."""
     arrays = {file: read_codes(file) for file in files}
-    write_sounds({file: codes for file, codes in arrays.items() if len(codes)}, codec, board, step)
+    write_sounds({file: codes for file, codes in arrays.items() if len(codes)}, codec)
 
 
-def write_sounds(arrays: dict, codec, board: Path | None, step: int) -> None:
+def write_sounds(arrays: dict, codec) -> None:
     waves = {file: decode_codes(codec, codes, str(file)) for file, codes in arrays.items()}
     for file, wave in waves.items():
         write_wav(file.with_suffix(".wav"), wave, codec.sample_rate)
         write_spectrogram(file.with_suffix(".png"), wave, codec.sample_rate)
         add_audio_facts(file.with_suffix(".json"), wave, codec.sample_rate)
         print(f"{file.with_suffix('.wav')}: {wave.shape[1] / codec.sample_rate:.2f} s")
-    if board:
-        add_to_tensorboard(board, step, waves, codec.sample_rate)
 
 
 def read_codes(file: Path):
@@ -144,20 +134,6 @@ def add_audio_facts(file: Path, wave, rate: int) -> None:
     facts = {"silent": float(silent.mean()), "longest_silence": float(longest)}
     facts["clipped"] = float((np.abs(wave) >= 0.999).mean())
     write_json(file, json.loads(file.read_text(encoding="utf-8")) | facts)
-
-
-def add_to_tensorboard(folder: Path, step: int, waves: dict, rate: int) -> None:
-    import numpy as np
-    from PIL import Image
-    from torch import from_numpy
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(folder) as writer:
-        for file, wave in waves.items():
-            # Mixed to mono: torch's writer takes one channel.
-            writer.add_audio(f"samples/{file.stem}", from_numpy(wave.mean(axis=0)), step, sample_rate=rate)
-            picture = np.asarray(Image.open(file.with_suffix(".png")).convert("RGB"))
-            writer.add_image(f"spectrograms/{file.stem}", picture, step, dataformats="HWC")
 
 
 if __name__ == "__main__":

@@ -110,11 +110,10 @@ class Watcher:
         print(f"{folder.name}: {json.dumps(means)}", flush=True)
 
     def decode(self, folder: Path) -> None:
-        step = int(folder.name.removeprefix("step-")) if folder.name.startswith("step-") else 0
         files = [file for file in sorted(folder.glob("*.npy")) if not file.with_suffix(".wav").exists()]
         for file in files if self.codec else []:
             try:
-                decode.decode_files([file], self.codec, self.args.run / "tensorboard", step)
+                decode.decode_files([file], self.codec)
             except UserError as error:  # the others can be heard
                 print(f"warning: {error}", flush=True)
 

@@ -37,7 +37,7 @@ MISTAKES = {
     "cmgan --steps -1": "--steps -1 is out of range: it takes 0 or more",
     "diffusion_buffer --precision fp16": "--precision: invalid choice: 'fp16' .choose from",
     "dia_lora --model {dia}/dia": "--model and --data go together: give both, or neither",
-    "dia_lora --tracker foo": "--tracker foo: it takes tensorboard, wandb, trackio",
+    "dia_lora --tracker foo": "--tracker foo: it takes tensorboard, wandb",
     "dia_lora --keep-every 7": "--keep-every 7 is not a multiple of --save-every",
     "dia_lora --eval-split 0.1": "--eval-split divides --data: it needs --data",
     "cmgan --fit 24GB": "unknown flag --fit",

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args, get_origin
 
 from common.errors import EXIT_USER_ERROR, UserError, command_parser, unknown_flag
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
+TRACKERS = ("tensorboard", "wandb")
 
 
 # ---- the flags of a recipe ---------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ class Tracker:
     def event(self, name: str, step: int, **values) -> None:
         self._write({"event": name, "step": step, **values})
         self._plot(f"{name}/", step, values)
+        if self.boards:
+            self.boards.add_sounds()
 
     def step(self, step: int, values: dict) -> None:
         """One optimizer step, numbered from 1."""

@@ -52,11 +52,11 @@ def make_and_decode(
 ) -> list:
     """Makes the samples of one step and, once per run, those of the recordings, the codec's ceiling; returns the
     decoder processes it started."""
-    board, codec, decoders = run / "tensorboard", codec_of(clips), []
+    codec, decoders = codec_of(clips), []
     if process.is_main:
-        decoders.append(start_decoder(write_recorded(clips, prompts, run / "samples"), codec, board, 0))
+        decoders.append(start_decoder(write_recorded(clips, prompts, run / "samples"), codec))
     files = take_samples(prompts, speak, run / "samples" / f"step-{step:08d}", process, all_ranks_must_join)
-    return [*decoders, start_decoder(files, codec, board, step)]
+    return [*decoders, start_decoder(files, codec)]
 
 
 def codec_of(clips) -> str | None:
@@ -105,11 +105,11 @@ def write_codes(folder: Path, prompt: dict, codes: np.ndarray, facts: dict) -> P
     return path
 
 
-def start_decoder(files: list[Path], codec: str | None, board: Path, step: int) -> subprocess.Popen | None:
+def start_decoder(files: list[Path], codec: str | None) -> subprocess.Popen | None:
     """Starts turning codes into .wav and .png in the background; its output goes to decode.log next to them."""
     if not files or not codec:  # without their codec, codes cannot be decoded
         return None
-    command = [sys.executable, DECODER, "--codec-weights", codec, "--tensorboard", board, "--step", str(step)]
+    command = [sys.executable, DECODER, "--codec-weights", codec]
     try:
         with open(files[0].parent / "decode.log", "a") as log:
             return subprocess.Popen(

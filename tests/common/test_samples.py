@@ -71,7 +71,7 @@ def test_a_rank_without_a_prompt_joins_only_where_the_model_is_sharded(tmp_path,
 
 def test_a_decoder_that_fails_is_a_warning_with_its_log(tmp_path, capsys, one_rank):
     file = write_codes(tmp_path, PROMPTS[0], np.zeros((2, 9), np.int16), {})
-    wait_for([start_decoder([file], str(tmp_path / "no-codec"), tmp_path / "board", 1), None], one_rank)
+    wait_for([start_decoder([file], str(tmp_path / "no-codec")), None], one_rank)
     assert "decode.log" in capsys.readouterr().out and (tmp_path / "decode.log").read_text()
 
 
@@ -89,8 +89,8 @@ def test_a_rank_waits_for_the_decoders_of_the_others(one_rank, monkeypatch):
     assert asked == [False] * 3 and not left
 
 
-def test_without_files_no_decoder_is_started(tmp_path):
-    assert start_decoder([], "codec", tmp_path, 1) is None
+def test_without_files_no_decoder_is_started():
+    assert start_decoder([], "codec") is None
 
 
 def test_repeat_share_counts_equal_neighbours():

@@ -1,4 +1,4 @@
-"""data/decode.py: codes -> wav, spectrogram, TensorBoard."""
+"""data/decode.py: codes -> wav and spectrogram."""
 
 import json
 
@@ -34,16 +34,6 @@ def test_stereo_blocks_are_left_then_right(decode, tmp_path):
     assert decode(tmp_path / "both.npy", tmp_path / "right.npy")[0] == 0
     stereo, right = (soundfile.read(tmp_path / f"{name}.wav", always_2d=True)[0] for name in ("both", "right"))
     assert np.array_equal(stereo[:, 1], right[:, 0]) and not np.array_equal(stereo[:, 0], right[:, 0])
-
-
-def test_tensorboard_has_audio_and_spectrogram(decode, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    np.save(tmp_path / "a.npy", codes())
-    assert decode("--tensorboard", tmp_path / "run", "--step", 7, tmp_path / "a.npy")[0] == 0
-    events = EventAccumulator(str(tmp_path / "run")).Reload()
-    assert events.Audio("samples/a")[0].step == 7 and events.Audio("samples/a")[0].sample_rate == 44100
-    assert events.Images("spectrograms/a")[0].step == 7
 
 
 def test_no_frames_give_no_audio_and_no_error(decode, tmp_path):

@@ -11,7 +11,7 @@ FLAGS = {
     "encode": "codec codec-weights codec-revision source format out prompts audio-root source-revision text-column "
     "captions musiccaps-split strip-prefix missing-text stereo loudness min-seconds max-seconds max-reject "
     "workers shard merge",
-    "decode": "codec-weights codec-revision tensorboard step",
+    "decode": "codec-weights codec-revision",
     "fetch": "revision no-weights result",
     "demo": "out model",
     "score": "references similarity wer dnsmos",

@@ -112,7 +112,7 @@ def sample(
     config, tokens = clips.config, clips.tokens
     prompts = samples.choose_prompts(clips)
     cap = config.sample_frames or int(1.5 * tokens.frames[clips.kept].max())
-    codec, board, decoders = samples.codec_of(clips), folder / "tensorboard", []
+    codec, decoders = samples.codec_of(clips), []
 
     def speak_share(prompts: list[dict]) -> list:
         indices = [prompt["index"] for prompt in prompts]
@@ -124,10 +124,10 @@ def sample(
     if process.is_main:
         files = write_references(clips, prompts, folder / "samples")
         files += samples.write_recorded(clips, prompts, folder / "samples")
-        decoders.append(samples.start_decoder(files, codec, board, 0))
+        decoders.append(samples.start_decoder(files, codec))
     here = folder / "samples" / f"step-{step:08d}"
     files = samples.take_samples(prompts, speak_share, here, process, all_ranks_must_join)
-    decoders.append(samples.start_decoder([f for f in files if len(np.load(f))], codec, board, step))
+    decoders.append(samples.start_decoder([f for f in files if len(np.load(f))], codec))
     return sample_metrics(files, process), decoders
 
 

@@ -473,7 +473,7 @@ add("holdout-sound", "finetune/common/holdout.py", "found = trained[first] == wa
     "common/test_holdout.py::test_the_same_sound_under_another_id_is_found")
 add("codec-changed", "finetune/common/codec.py", "if digest and hash_weights(path) != digest:", "if False:",
     "a retrained codec speaks", "common/test_codec.py::test_a_codec_is_found_again_or_named")
-add("tokens-range", FILE, "(values < 0) | (values >= size)", "(values < 0) | (values > size)",
+add("tokens-range", FILE, "low < 0 or high >= size", "low < 0 or high > size",
     "the code right after the last one passes", TOKENS + "test_a_code_outside_the_codebook_names_the_clip")
 FILE = "finetune/common/arrow.py"
 add("arrow-checksum", FILE, 'hexdigest() != file["sha256"]:', 'hexdigest() == "":',

@@ -20,9 +20,7 @@ from common.errors import UserError
 from common.runtime import say, still_alive
 
 CHUNK = 2**24  # bytes that are hashed at a time
-CHUNK_ROWS = 100_000
 VERIFIED = ".verified.json"
-DATASETS_FILES = ("state.json", "dataset_info.json")  # what the datasets library needs besides the Arrow files
 
 
 class ArrowDataset:
@@ -45,23 +43,20 @@ class ArrowDataset:
         self._columns = {name: self.table.column(name) for name in self.table.column_names if name not in self.flat}
 
     def _map_files(self) -> pa.Table:
-        """What datasets.load_from_disk maps. Importing that takes 0.6 s of processor time on every rank, for pandas."""
-        listed = {(self.folder / file["name"]).resolve() for file in self.info["files"]}
-        tables = []
+        import datasets
+
+        datasets.disable_progress_bars()
         try:
-            state, _ = (json.loads((self.folder / name).read_text(encoding="utf-8")) for name in DATASETS_FILES)
-            for file in state["_data_files"]:
-                path = self.folder / file["filename"]
-                if path.resolve() not in listed:
-                    raise UserError(f"{path} is part of the dataset but not listed in its dataset.json.")
-                tables.append(pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
-            return pa.concat_tables(tables)
-        except UserError:
-            raise
-        except Exception as error:  # one of these files may be broken in any way
+            data = datasets.load_from_disk(str(self.folder))
+        except Exception as error:  # one of its files may be broken in any way
             raise UserError(
                 f"{self.folder} cannot be read ({type(error).__name__}): encode or copy it again."
             ) from None
+        listed = {(self.folder / file["name"]).resolve() for file in self.info["files"]}
+        for file in data.cache_files:
+            if Path(file["filename"]).resolve() not in listed:
+                raise UserError(f"{file['filename']} is part of the dataset but not listed in its dataset.json.")
+        return data.data.table
 
     def __len__(self) -> int:
         return len(self.table)
@@ -90,8 +85,10 @@ class ArrowDataset:
             return
         self._check_sums(tick)
         tick()
-        twice = first_repeated(self._columns["id"], tick)
-        if twice is not None:
+        ids = self._columns["id"]
+        if pc.count_distinct(ids, mode="all").as_py() < len(ids):
+            counts = ids.value_counts()
+            twice = counts.filter(pc.greater(counts.field("counts"), 1))[0]["values"].as_py()
             raise UserError(f"{self.folder}: the id {twice!r} occurs twice.")
         self.check_rows(tick)
         remember_verified(self.folder, self.info)
@@ -102,7 +99,7 @@ class ArrowDataset:
         raise NotImplementedError
 
     def sound(self, i: int) -> np.ndarray:
-        """What makes clip i another clip than all others, whatever its id, without a copy."""
+        """The clip's raw content (a view), to find clips that sound the same whatever their ids."""
         raise NotImplementedError
 
     def check_rows(self, tick) -> None:
@@ -150,45 +147,9 @@ class ArrowDataset:
                 raise UserError(f"{path} {found}: the dataset is incomplete; encode or copy it again.")
 
 
-# ---- names -------------------------------------------------------------------------------------------------------
-# By their hashes, 8 bytes each: Arrow's own tables of strings take 125 bytes per name, 0.9 GB for 7 million.
-
-
-def name_hashes(column, tick=still_alive) -> np.ndarray:
-    """A 64-bit hash per name, which holds within this process."""
-    hashes, first = np.empty(len(column), dtype=np.int64), 0
-    for chunk in column.chunks:
-        hashes[first : first + len(chunk)] = [hash(name) for name in chunk.to_pylist()]
-        first += len(chunk)
-        tick()
-    return hashes
-
-
-def first_repeated(column, tick=still_alive) -> str | None:
-    """The first name that occurs again."""
-    hashes = name_hashes(column, tick)
-    ordered = np.sort(hashes)
-    repeated = np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]])
-    seen = set()
-    for row in np.flatnonzero(repeated):  # few: also names that only share their hash
-        name = column[int(row)].as_py()
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
-
-
 def rows_named(names, ids) -> np.ndarray:
     """For each name the row in `ids` that holds it; -1 for a name that is null or not there."""
-    wanted, hashes = name_hashes(names), name_hashes(ids)
-    order = np.argsort(hashes, kind="stable")
-    place = np.minimum(np.searchsorted(hashes, wanted, sorter=order), len(ids) - 1)
-    rows = order[place]
-    for first in range(0, len(rows), CHUNK_ROWS):  # a hash says where to look, and the names themselves are compared
-        part = rows[first : first + CHUNK_ROWS]
-        equal = pc.equal(names[first : first + CHUNK_ROWS], ids.take(np.maximum(part, 0)))
-        part[~pc.fill_null(equal, False).to_numpy()] = -1
-    return rows
+    return pc.fill_null(pc.index_in(names, value_set=ids), -1).to_numpy().astype(np.int64)
 
 
 # ---- verified before -------------------------------------------------------------------------------------------
@@ -242,23 +203,17 @@ def _read(place: Path) -> dict | None:
         return None
 
 
-def flat_views(column, lengths: np.ndarray, dataset: ArrowDataset, what: str):
-    """The flat values of each Arrow chunk; for each clip its chunk and its start there. `what`: what a clip holds."""
+def int16_lists(table: pa.Table, name: str, lengths: np.ndarray, dataset: ArrowDataset, what: str) -> pa.ChunkedArray:
+    """A column of int16 lists without gaps, of these lengths. `what`: what a clip holds, for the message."""
+    column = table.column(name)
     if not len(column):
         raise UserError(f"{dataset.folder} holds no clip.")
-    values, chunk_of, starts, first = [], [], [], 0
-    for number, chunk in enumerate(column.chunks):
-        kind = getattr(chunk.type, "value_type", chunk.type)
-        if kind != "int16" or chunk.values.null_count:
-            gaps = ", with gaps" * (kind == "int16")
-            raise UserError(f"{dataset.folder}: {what} are {kind} lists{gaps}, not int16.")
-        values.append(chunk.values.to_numpy(zero_copy_only=True))
-        offsets = chunk.offsets.to_numpy()
-        wrong = np.flatnonzero(np.diff(offsets) != lengths[first : first + len(chunk)])
-        if len(wrong):
-            clip = dataset.id(first + int(wrong[0]))
-            raise UserError(f"{dataset.folder}: clip {clip!r} does not hold {what} of its length.")
-        starts.append(offsets[:-1].astype(np.int64))
-        chunk_of.append(np.full(len(chunk), number, dtype=np.int32))
-        first += len(chunk)
-    return values, np.concatenate(chunk_of), np.concatenate(starts)
+    kind = getattr(column.type, "value_type", column.type)
+    gaps = kind == "int16" and any(chunk.flatten().null_count for chunk in column.chunks)
+    if kind != "int16" or gaps:
+        raise UserError(f"{dataset.folder}: {what} are {kind} lists{', with gaps' if gaps else ''}, not int16.")
+    found = pc.fill_null(pc.list_value_length(column), -1).to_numpy()
+    wrong = np.flatnonzero(found != lengths)
+    if len(wrong):
+        raise UserError(f"{dataset.folder}: clip {dataset.id(wrong[0])!r} does not hold {what} of its length.")
+    return column

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow.compute as pc
 
-from common.arrow import ArrowDataset, flat_views
+from common.arrow import ArrowDataset, int16_lists
 from common.errors import UserError
 from common.holdout import refuse_overlap
 from common.keyed_random import uniform
@@ -34,9 +34,7 @@ class PairDataset(ArrowDataset):
             )
         self.rate = sample_rate
         self.samples = self._columns["samples"].to_numpy()
-        self._sides = {
-            side: flat_views(self.table.column(side), self.samples, self, f"{side} samples") for side in self.flat
-        }
+        self._sides = {side: int16_lists(self.table, side, self.samples, self, f"{side} samples") for side in self.flat}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -45,15 +43,11 @@ class PairDataset(ArrowDataset):
     def sound(self, i: int) -> np.ndarray:
         return self.clean(i)  # the same speech with other noise is no new speech
 
-    def _view(self, side: str, i: int) -> np.ndarray:
-        values, chunk, start = self._sides[side]
-        return values[chunk[i]][start[i] : start[i] + self.samples[i]]
-
     def noisy(self, i: int) -> np.ndarray:
-        return self._view("noisy", i)
+        return self._sides["noisy"][int(i)].values.to_numpy()
 
     def clean(self, i: int) -> np.ndarray:
-        return self._view("clean", i)
+        return self._sides["clean"][int(i)].values.to_numpy()
 
     def check_rows(self, tick) -> None:
         """Looks for empty clips."""

@@ -5,8 +5,10 @@ Arrow file: without it a flipped bit or a truncated file would load silently.
 """
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from common.arrow import ArrowDataset, flat_views
+from common.arrow import ArrowDataset, int16_lists
 from common.errors import UserError
 from common.runtime import Process, on_main_for_long
 
@@ -27,7 +29,7 @@ class TokenDataset(ArrowDataset):
         self.frames = self._columns["frames"].to_numpy()
         lengths = self.frames.astype(np.int64) * self.channels
         what = f"frames x {self.channels} codes"
-        self._values, self._chunk, self._start = flat_views(self.table.column("codes"), lengths, self, what)
+        self._codes = int16_lists(self.table, "codes", lengths, self, what)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -48,9 +50,7 @@ class TokenDataset(ArrowDataset):
         return [text for text in several or () if text] or [self.text(i)]
 
     def codes(self, i: int) -> np.ndarray:
-        start = self._start[i]
-        flat = self._values[self._chunk[i]][start : start + self.frames[i] * self.channels]
-        return flat.reshape(-1, self.channels)
+        return self._codes[int(i)].values.to_numpy().reshape(-1, self.channels)
 
     def weights(self) -> np.ndarray | None:
         """What each clip's loss is multiplied by, from the column `weight`; None without that column."""
@@ -70,19 +70,14 @@ class TokenDataset(ArrowDataset):
 
     def long_texts(self, limit: int) -> np.ndarray:
         """Indices of the clips with a text of more than `limit` UTF-8 bytes, without a Python string per clip."""
-        import pyarrow.compute as pc
-
         return self._rows_where(lambda texts: pc.greater(pc.binary_length(texts), limit))
 
     def texts_matching(self, pattern: str) -> np.ndarray:
         """Indices of the clips with a text that matches a regular expression (RE2)."""
-        import pyarrow.compute as pc
-
         return self._rows_where(lambda texts: pc.match_substring_regex(texts, pattern))
 
     def _rows_where(self, condition) -> np.ndarray:
         """Rows whose `text`, or any of whose `texts`, meets a condition on a whole column."""
-        import pyarrow.compute as pc
 
         def found(texts) -> np.ndarray:
             return np.flatnonzero(pc.fill_null(condition(texts), False).to_numpy(zero_copy_only=False))
@@ -98,9 +93,6 @@ class TokenDataset(ArrowDataset):
         everything = np.arange(len(self))
         if "split" not in self._columns:
             return everything
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         held_out = pc.is_in(self._columns["split"], value_set=pa.array(HELD_OUT)).to_numpy()
         if train:
             return everything[~held_out]
@@ -118,17 +110,20 @@ class TokenDataset(ArrowDataset):
     def check_rows(self, tick) -> None:
         """Looks for codes outside the codebook and for empty clips."""
         size = self.info["codebook_size"]
-        for number, values in enumerate(self._values):
+        for chunk in self._codes.chunks:
             tick()
-            bad = np.flatnonzero((values < 0) | (values >= size))
-            if len(bad):
-                rows = np.flatnonzero(self._chunk == number)
-                row = rows[np.searchsorted(self._start[rows], bad[0], side="right") - 1]
-                raise UserError(
-                    f"{self.folder}: clip {self.id(row)!r} holds code {values[bad[0]]}, outside 0..{size - 1}."
-                )
+            low, high = (bound.as_py() for bound in pc.min_max(chunk.flatten()).values())
+            if low is not None and (low < 0 or high >= size):
+                self._refuse_codes(size)
         if (self.frames <= 0).any():
             raise UserError(f"{self.folder}: clip {self.id(int(np.argmin(self.frames)))!r} is empty.")
+
+    def _refuse_codes(self, size: int) -> None:
+        for i in range(len(self)):
+            codes = self.codes(i)
+            bad = codes[(codes < 0) | (codes >= size)]
+            if len(bad):
+                raise UserError(f"{self.folder}: clip {self.id(i)!r} holds code {bad[0]}, outside 0..{size - 1}.")
 
 
 def open_tokens(path: str, process: Process) -> TokenDataset:

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 from common import arrow
-from common.arrow import flat_views
 from common.errors import UserError
 from common.tokens import TokenDataset
 from helpers import support
@@ -48,25 +47,12 @@ def test_codes_are_views_of_the_mapped_file(make_tokens, random_clips):
     before = pa.total_allocated_bytes()
     tokens = TokenDataset(str(folder))
     codes = tokens.codes(1)
-    assert np.shares_memory(codes, tokens._values[0]) and np.shares_memory(codes, tokens.codes(1))
+    assert np.shares_memory(codes, tokens.codes(1))
     assert not codes.flags.owndata and not codes.flags.writeable
     address = codes.__array_interface__["data"][0]
     spans = [line.split()[0].split("-") for line in open("/proc/self/maps") if str(folder) in line]
     assert any(int(low, 16) <= address < int(high, 16) for low, high in spans), "the codes are not in the file's map"
     assert pa.total_allocated_bytes() - before < 60 * 9 * 2, "Arrow copied the codes"
-
-
-def test_sliced_and_chunked_columns_keep_their_clips(random_clips):
-    """Arrow's `values` ignore a slice, its `offsets` do not: mixing them up shifts every clip."""
-    clips = random_clips(3, 5, 2, 4, 6, 1, channels=2)
-    whole = pa.array([c.reshape(-1) for c in clips], pa.list_(pa.int16()))
-    column = pa.chunked_array([whole.slice(1, 2), whole.slice(4, 2)])
-    chosen = [clips[i] for i in (1, 2, 4, 5)]
-    frames = np.array([len(c) for c in chosen])
-    values, chunk_of, starts = flat_views(column, 2 * frames, None, "codes")
-    for i, codes in enumerate(chosen):
-        flat = values[chunk_of[i]][starts[i] : starts[i] + 2 * frames[i]]
-        assert np.array_equal(flat.reshape(-1, 2), codes)
 
 
 def test_long_texts_and_patterns_are_found(make_tokens, random_clips):
@@ -216,13 +202,6 @@ def test_rows_are_found_by_name():
     rows = arrow.rows_named(pa.chunked_array([wanted[:70], wanted[70:]]), ids)
     where = {name: row for row, name in enumerate(names)}
     assert rows.tolist() == [where.get(name, -1) for name in wanted]
-
-
-def test_names_that_only_share_a_hash_are_different(monkeypatch):
-    ids = pa.chunked_array([["a", "b", "c", "b"]])
-    monkeypatch.setattr(arrow, "name_hashes", lambda column, tick=None: np.zeros(len(column), dtype=np.int64))
-    assert arrow.first_repeated(ids) == "b" and arrow.first_repeated(ids[:3]) is None
-    assert arrow.rows_named(pa.chunked_array([["b"]]), ids).tolist() == [-1], "not another clip's row"
 
 
 # ---- verified once ---------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from common.runtime import catch_signals, forbid_codec_imports, world_size
 @dataclass
 class Config(PairConfig):
     best_by: ClassVar[str] = "pesq"
-    without: ClassVar[tuple[str, ...]] = (*PairConfig.without, "max_spike")  # two networks have no common norm
 
     epochs: float = flag(120.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
     lr: float = flag(5e-4, "peak learning rate of the generator", group="schedule", low=1e-6, high=1e-2)
@@ -133,11 +132,11 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import numpy as np
 import torch
-from torch.nn import ModuleList
 
 from common import engine, export_check, in_parts, memory, optim, runs
 from common.checkpoint import rank_states
 from common.contracts import LossOutput
+from common.ema import Ema
 from common.feed import prefetch, to_device
 from common.holdout import refuse_overlap
 from common.keyed_random import torch_seed
@@ -273,7 +272,7 @@ def evaluate(
     networks: tuple,
     evaluation: Evaluation | None,
     run: runs.Run,
-    ema: engine.Ema,
+    ema: Ema,
     gan_ramp: GanRamp,
     loop_state: dict,
     step: int,
@@ -305,14 +304,14 @@ def evaluate(
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(engines: dict, ema: engine.Ema, config: Config, folder: Path, checkpoint: dict, process: Process) -> None:
+def export(networks: dict, ema: Ema, config: Config, folder: Path, checkpoint: dict, process: Process) -> None:
     """Writes the generator with its EMA weights, and the discriminator. `checkpoint`: its step and score.
 
     Every rank must call it: each holds a part of the EMA weights.
     """
     with ema.applied():
         if process.is_main:
-            generator, discriminator = (engines[name].module.model.state_dict() for name in ("g", "d"))
+            generator, discriminator = (networks[name].state_dict() for name in ("g", "d"))
             facts = {"recipe": "cmgan", "checkpoint": checkpoint, "training_config": dataclasses.asdict(config)}
             write_export(folder, generator, discriminator, facts)
 
@@ -328,8 +327,6 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
                 "--model without --data: give pairs to train on, or use finetune/infer/enhance.py to enhance."
             )
         config = dataclasses.replace(config, data=str(runs.demo_assets(process, "pairs") / "mild"))
-    if config.test_data and not config.export:
-        raise UserError("--test-data measures the export, which --no-export leaves out.")
 
     if config.tf32:
         torch.set_float32_matmul_precision("high")
@@ -351,31 +348,20 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     labels = Labels(scorer, config.uses_noisy_term, config.replay, config.seed)
     gan_ramp = build_gan_ramp(config, len(eval_rows))
 
-    if config.world:
-        # The generator's step takes the most memory. Its loss goes through the discriminator.
-        def both_losses(both, batch: dict) -> LossOutput:
-            return compute_loss(both[0], batch, discriminator=both[1], config=config, gan_ramp=gan_ramp)
-
-        return memory.predict_on_paper(ModuleList(networks), config, both_losses, first_batch, can_shard=False)
-
     # optimizers and engines: each network has its own, with its own gradient clipping
     g_groups = optim.parameter_groups(generator, config.weight_decay, no_decay=("rel_pos_emb", "norm"))
     d_groups = optim.parameter_groups(discriminator, config.weight_decay, no_decay=())
     g_optimizer = optim.build_optimizer(g_groups, config, ds, betas=(0.9, 0.999))  # any torch optimizer works here
     d_optimizer = optim.build_optimizer(d_groups, config, ds, betas=(0.9, 0.999))
-    memory.report_prediction(generator, g_optimizer, ds, config, process)
-    memory.report_prediction(discriminator, d_optimizer, ds, config, process)
     loss_fn = functools.partial(compute_loss, discriminator=discriminator, config=config, gan_ramp=gan_ramp)
     g_engine = engine.start_engine(generator, loss_fn, g_optimizer, ds)
     d_engine = engine.start_engine(discriminator, discriminator_loss, d_optimizer, ds)
     engines = {"g": g_engine, "d": d_engine}
-    ema = engine.Ema(g_engine, config.ema)
+    ema = Ema(g_engine, config.ema)
     steps_per_epoch = plan.per_epoch / micro_batches_per_step
     rate = functools.partial(optim.stepped_rate, steps=steps, steps_per_epoch=steps_per_epoch, config=config)
     if config.dry_run:
         dry_run(engines, to_device(first_batch, process.device), labels, config, process)
-        for step in optim.turning_points(rate, steps, config):
-            say(f"learning rate at step {step + 1}: {rate(step):.3g} and {rate(step) * config.disc_lr_ratio:.3g}")
         return engines
 
     # fresh start or resume
@@ -439,13 +425,12 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
                     batch = next(batches)
                 compute = functools.partial(generate, batch, step, i * process.world + process.rank)
                 sounds = len(batch["ids"])
+                g_engine.set_gradient_accumulation_boundary(i + 1 == config.accumulation)
                 output, parts = in_parts.backward_whole(g_engine, compute, sounds, step_weight, parts, process)
                 meter.add(batch, output)
                 waiting.append(output.extra)
                 statistics.append(batch_norm_statistics(generator))
                 redraws += batch["redraws"]
-                if i + 1 < config.accumulation:
-                    g_engine.step()  # DeepSpeed only counts the micro-batch here
             optim.set_learning_rate(g_engine, lr)
             applied, grad_norm = engine.take_step(g_engine)
         if applied:  # on all ranks or on none
@@ -467,10 +452,9 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             batch = micro_batch, step_weight, valid_labels
             compute = functools.partial(judge, batch, step, i * process.world + process.rank)
             # The loss is already divided, hence the weight of 1.
+            d_engine.set_gradient_accumulation_boundary(i + 1 == config.accumulation)
             output, parts = in_parts.backward_whole(d_engine, compute, len(micro_batch.clean), 1.0, parts, process)
             terms_d = terms_d + torch.stack(list(output.extra.values()))
-            if i + 1 < config.accumulation:
-                d_engine.step()
         optim.set_learning_rate(d_engine, lr * config.disc_lr_ratio)
         applied_d, grad_norm_d = engine.take_step(d_engine)
         discriminator.iterate()  # one power iteration of its spectral norms per step, on the new weights
@@ -510,10 +494,9 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             run.stop(done)
 
     # finish
-    if config.export:
-        checkpoint = run.load_best(engines, ema, steps)
-        export(engines, ema, config, run.folder / "export", checkpoint, process)
-        export_check.require_same(run, ema, probe, generator, clips)
+    checkpoint = run.load_best(engines, ema, steps)
+    export({"g": generator, "d": discriminator}, ema, config, run.folder / "export", checkpoint, process)
+    export_check.require_same(run, ema, probe, generator, clips)
     warn_if_worse(run)
     if test_pairs:
         test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), terms, window, scorer, process)
@@ -535,13 +518,10 @@ def dry_run(engines: dict, batch: dict, labels: Labels, config: Config, process:
             return ds_engine.module(batch)
 
         parts = 1
-        for _ in range(config.accumulation):
+        for i in range(config.accumulation):
+            ds_engine.set_gradient_accumulation_boundary(i + 1 == config.accumulation)
             output, parts = in_parts.backward_whole(ds_engine, compute, crops, step_weight, parts, process)
-            if ds_engine.is_gradient_accumulation_boundary():
-                applied, norm = engine.take_step(ds_engine)
-            else:
-                ds_engine.step()
-        return output, applied, norm
+        return output, *engine.take_step(ds_engine)
 
     began, crops = time.monotonic(), len(batch["ids"])
     sounds = float(crops * config.accumulation * process.world)

@@ -19,7 +19,7 @@ from pathlib import Path
 from common.config import flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.errors import UserError
-from common.runtime import catch_signals, forbid_codec_imports, skip_unused_imports
+from common.runtime import catch_signals, forbid_codec_imports
 from models.dia.flags import DiaFlags
 
 # ---- flags -----------------------------------------------------------------------------------------------------
@@ -62,17 +62,16 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
     catch_signals()
     forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
-    skip_unused_imports(CONFIG)
 
 import torch
 
-from common import engine, export_check, hub, memory, optim, runs, samples
+from common import engine, export_check, hub, optim, runs, samples
 from common.attention import choose_attention
 from common.codec import codec_identity
 from common.compiling import compile_layers
 from common.contracts import LossOutput
+from common.ema import Ema
 from common.feed import prefetch, to_device
-from common.fit import fit
 from common.gradient_check import GradientCheck
 from common.holdout import check_holdout
 from common.loss import IGNORE, codebook_loss, loss_head
@@ -203,7 +202,7 @@ def compute_loss(model, batch: dict, clips: Clips) -> LossOutput:
 # ---- evaluation and score --------------------------------------------------------------------------------------
 
 
-def evaluate(model, clips: Clips | None, run: runs.Run, ema: engine.Ema, step: int) -> float | None:
+def evaluate(model, clips: Clips | None, run: runs.Run, ema: Ema, step: int) -> float | None:
     """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now."""
     if not clips:
         return None
@@ -227,8 +226,8 @@ def score_of(metrics: dict, base: dict, config: Config) -> float | None:
 
 
 def export(
-    ds_engine,
-    ema: engine.Ema,
+    model,
+    ema: Ema,
     config: Config,
     folder: Path,
     tag_map: dict,
@@ -242,10 +241,10 @@ def export(
     Every rank must call it: ZeRO-3 gathers the weights here.
     """
     with ema.applied():
-        weights = engine.full_weights(ds_engine, everything=True, keep=process.is_main)
+        weights = engine.full_weights(model, everything=True, keep=process.is_main)
     if process.is_main:
         training = dataclasses.asdict(config) | {"recipe": "dia_full", "checkpoint": checkpoint}
-        write_model(folder, ds_engine.module.model, weights, config.model, tag_map, training, codec)
+        write_model(folder, model, weights, config.model, tag_map, training, codec)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -266,8 +265,7 @@ def train(config: Config, process: Process, ds: dict):
     # model and data
     config = hub.pin(config, process)
     tag_map = read_tag_map(config.tag_map)
-    with memory.unallocated(config):
-        model = build_model(config, ds, tag_map)
+    model = build_model(config, ds, tag_map)
     clips = build_data(config.data, model, config, tag_map, process, train=True)
     eval_clips = build_data(config.eval_source, model, config, tag_map, process, train=False)
     codec = codec_identity(clips.tokens.info)
@@ -281,23 +279,19 @@ def train(config: Config, process: Process, ds: dict):
     say(f"clips {len(clips):,}, padding {100 * padding:.1f} %, {steps} steps of {micro_batches_per_step}"
         " micro-batches")  # fmt: skip
     loss_fn = functools.partial(compute_loss, clips=clips)
-    if config.world:
-        return memory.predict_on_paper(model, config, loss_fn, clips.batch(plan.longest()))
 
     # optimizer and engine
     scale = lr_scale(model.config, config.layer_decay, config.qk_lr) if config.layer_decay * config.qk_lr < 1 else None
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed", "norm"), lr_scale=scale)
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
-    predicted = memory.report_prediction(model, optimizer, ds, config, process)
     if config.compile:
         compile_layers(layers_of(model), ds)
-    whole = [] if config.gradient_checkpointing else layers_of(model)
-    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds, whole)
-    ema = engine.Ema(ds_engine, config.ema)
+    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+    ema = Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()
-        batch, one_clip = (to_device(clips.batch(rows), process.device) for rows in (longest, longest[:1]))
-        engine.dry_run(ds_engine, batch, one_clip, clips.target_weight(longest), predicted, process)
+        batch = to_device(clips.batch(longest), process.device)
+        engine.dry_run(ds_engine, batch, clips.target_weight(longest), process)
         return ds_engine
 
     # fresh start or resume
@@ -324,7 +318,6 @@ def train(config: Config, process: Process, ds: dict):
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
-    norm_groups = {"encoder": r"^model\.encoder", "decoder": r"^model\.decoder", "head": "^logits_dense"}
     model.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -337,16 +330,13 @@ def train(config: Config, process: Process, ds: dict):
             with meter.waiting():
                 batch = next(batches)
             output = ds_engine(batch)
-            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            last_of_step = i + 1 == config.accumulation
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world, last_of_step)
             meter.add(batch, output)
-            if i + 1 < config.accumulation:
-                ds_engine.step()  # DeepSpeed only counts the micro-batch here
         gradient_check.before_step(ds_engine)
         lr = optim.learning_rate(step, steps, config)
         optim.set_learning_rate(ds_engine, lr)
-        squares = engine.squared_norms(ds_engine, norm_groups, process.world)
-        meter.add_norms(squares)
-        applied, grad_norm = engine.take_step(ds_engine, run.max_norm(), squares)
+        applied, grad_norm = engine.take_step(ds_engine)
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -358,7 +348,7 @@ def train(config: Config, process: Process, ds: dict):
             epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
         else:
-            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step], grad_norm)
+            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step])
 
         score, is_best, evaluates = None, False, last or is_due(config.eval_every, done)
         if evaluates:
@@ -378,10 +368,9 @@ def train(config: Config, process: Process, ds: dict):
 
     # finish
     scores.collect(last=True)
-    if config.export:
-        checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder / "export", tag_map, codec, checkpoint, process)
-        export_check.require_same(run, ema, probe, model, eval_clips or clips)
+    checkpoint = run.load_best(ds_engine, ema, steps)
+    export(model, ema, config, run.folder / "export", tag_map, codec, checkpoint, process)
+    export_check.require_same(run, ema, probe, model, eval_clips or clips)
     samples.wait_for(decoders, process)  # those of all ranks
     run.finish(steps)
     if process.is_main:
@@ -391,7 +380,6 @@ def train(config: Config, process: Process, ds: dict):
 
 def main(config: Config) -> None:
     process = init_process()
-    config = fit(config, train, process)
     train(config, process, resolve_ds(config.ds, config, process.world))
 
 

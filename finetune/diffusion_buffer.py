@@ -68,9 +68,6 @@ class Config(PairConfig):
         "bf16", "compute precision of the network (mixed precision); spectra, diffusion and loss are fp32",
         group="optimizer", may_change=True,
     )  # fmt: skip
-    max_skips: int = flag(
-        5, "stop after this many non-finite steps in a row", group="optimizer", low=1, may_change=True
-    )
     best_by: Literal["pesq", "estoi", "si_sdr", "sdr", "lsd", "loss"] = flag(
         "pesq", "metric that selects the best checkpoint, and that --schedule plateau watches", group="output"
     )
@@ -161,8 +158,9 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 import torch
 from torch import nn
 
-from common import engine, export_check, in_parts, memory, optim, runs
+from common import engine, export_check, in_parts, optim, runs
 from common.contracts import LossOutput
+from common.ema import Ema
 from common.feed import prefetch, to_device
 from common.keyed_random import torch_seed, uniform
 from common.metrics import Meter, is_due
@@ -289,7 +287,7 @@ def loss_or_fp32(module, batch: dict) -> LossOutput:
 # ---- evaluation and score --------------------------------------------------------------------------------------
 
 
-def evaluate(model, clips: EvalClips | None, run: runs.Run, ema: engine.Ema, step: int) -> float | None:
+def evaluate(model, clips: EvalClips | None, run: runs.Run, ema: Ema, step: int) -> float | None:
     """Logs the metrics of the EMA weights; returns the score, of which the lowest makes the best checkpoint."""
     if not clips:
         return None
@@ -312,7 +310,7 @@ def evaluate(model, clips: EvalClips | None, run: runs.Run, ema: engine.Ema, ste
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, spec: Spec, checkpoint: dict, process: Process):
+def export(model, ema: Ema, config: Config, folder: Path, spec: Spec, checkpoint: dict, process: Process):
     """Writes the EMA weights with all the settings that a stream needs. `checkpoint`: its step and score.
 
     Every rank must call it: each holds a part of the EMA.
@@ -321,7 +319,7 @@ def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, spec: Spec,
         if process.is_main:
             facts = {"recipe": "diffusion_buffer", "checkpoint": checkpoint}
             facts["training_config"] = dataclasses.asdict(config)
-            write_export(folder, ds_engine.module.model, spec, facts)
+            write_export(folder, model, spec, facts)
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -361,21 +359,17 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         return batch | {"own": own, "autocast": config.precision == "bf16"}
 
     loss_fn = functools.partial(compute_loss, spec=spec)
-    if config.world:
-        batch = build_batch(range(config.micro_batch), step=0)
-        return memory.predict_on_paper(model, config, loss_fn, batch, can_shard=False)
 
     # optimizer and engine
     micro_batches_per_step = process.world * config.accumulation
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("GroupNorm", "out_layers.0"))
     optimizer = optim.build_optimizer(groups, config, ds, betas=(0.9, 0.999))  # any torch optimizer works here
-    predicted = memory.report_prediction(model, optimizer, ds, config, process)
     ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
-    ema = engine.Ema(ds_engine, config.ema)
+    ema = Ema(ds_engine, config.ema)
     if config.dry_run:
-        batch, one_crop = (to_device(build_batch(range(n), 0), process.device) for n in (config.micro_batch, 1))
+        batch = to_device(build_batch(range(config.micro_batch), 0), process.device)
         step_weight = crops_per_step * spec.bins * buffer_size(0, spec, config)
-        engine.dry_run(ds_engine, batch, one_crop, step_weight, predicted, process)
+        engine.dry_run(ds_engine, batch, step_weight, process)
         return ds_engine
 
     # fresh start or resume
@@ -411,15 +405,14 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
                 batch = next(batches)
             if step < loop_state["fp32_until"]:
                 batch["autocast"] = False
+            ds_engine.set_gradient_accumulation_boundary(i + 1 == config.accumulation)
             output, parts = in_parts.backward(ds_engine, batch, compute, step_weight, parts, process)
             meter.add(batch, output)
             extras += output.extra
             sigmas.append(batch["sigma"])
-            if i + 1 < config.accumulation:
-                ds_engine.step()  # DeepSpeed only counts the micro-batch here
         lr = optim.plateau_rate(step, steps, loop_state["drops"], config)
         optim.set_learning_rate(ds_engine, lr)
-        applied, grad_norm = engine.take_step(ds_engine, run.max_norm())
+        applied, grad_norm = engine.take_step(ds_engine)
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -442,7 +435,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch, **seen)
         else:
             indices = range(step * micro_batches_per_step, done * micro_batches_per_step)
-            run.skip(done, meter, [build_micro_batch(index) for index in indices], grad_norm)
+            run.skip(done, meter, [build_micro_batch(index) for index in indices])
 
         score, is_best = None, False
         if last or is_due(config.eval_every, done):
@@ -462,10 +455,9 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             run.stop(done)
 
     # finish
-    if config.export:
-        checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder / "export", spec, checkpoint, process)
-        export_check.require_same(run, ema, probe, model, clips)
+    checkpoint = run.load_best(ds_engine, ema, steps)
+    export(model, ema, config, run.folder / "export", spec, checkpoint, process)
+    export_check.require_same(run, ema, probe, model, clips)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
     if process.is_main:

@@ -20,7 +20,7 @@ from common import attention, compiling
 from common.config import flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.errors import UserError
-from common.runtime import catch_signals, forbid_codec_imports, skip_unused_imports
+from common.runtime import catch_signals, forbid_codec_imports
 from common.sample_scores import SampleScores, SpeechFlags, best_score, demo_measures
 
 # ---- flags -----------------------------------------------------------------------------------------------------
@@ -116,15 +116,14 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
     catch_signals()
     forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
-    skip_unused_imports(CONFIG)
 
 import torch
 
-from common import engine, export_check, hub, lora, memory, optim, runs, samples
+from common import engine, export_check, hub, lora, optim, runs, samples
 from common.codec import codec_identity
 from common.contracts import LossOutput
+from common.ema import Ema
 from common.feed import prefetch, to_device
-from common.fit import fit
 from common.gradient_check import GradientCheck
 from common.holdout import check_holdout
 from common.keyed_random import torch_seed
@@ -139,7 +138,7 @@ from models.higgs.data import VoiceClips
 from models.higgs.evaluate import layout_losses, probe, token_metrics
 from models.higgs.generate import sample
 from models.higgs.layout import Layout, labelled_states, labelled_text_states, layout_of
-from models.higgs.network import parts_of_layers, run_layer
+from models.higgs.network import run_layer
 from models.higgs.text import Chat
 from models.higgs.weights import EMBEDDING, check_codec, load_higgs, load_tokenizer, lora_groups, unfreeze, write_model
 
@@ -268,7 +267,7 @@ def evaluate(
     model,
     clips: VoiceClips | None,
     run: runs.Run,
-    ema: engine.Ema,
+    ema: Ema,
     step: int,
     sharded: bool,
     decoders: list,
@@ -321,17 +320,15 @@ def score_of(metrics: dict, base: dict, config: Config) -> float | None:
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(
-    ds_engine, ema: engine.Ema, config: Config, folder: Path, codec: dict, checkpoint: dict, process: Process
-) -> None:
+def export(model, ema: Ema, config: Config, folder: Path, codec: dict, checkpoint: dict, process: Process) -> None:
     """Writes the adapter (LoRA presets) or the whole model, with fp32 master (or EMA) weights, as plain PEFT or
     transformers loads it. `codec`: of the training data; `checkpoint`: its step and score.
 
     Every rank must call it: ZeRO-3 gathers the weights here.
     """
-    model, is_full = ds_engine.module.model, config.preset in FULL_PRESETS
+    is_full = config.preset in FULL_PRESETS
     with ema.applied():
-        weights = engine.full_weights(ds_engine, everything=is_full, keep=process.is_main)
+        weights = engine.full_weights(model, everything=is_full, keep=process.is_main)
     if not process.is_main:
         return
     training = dataclasses.asdict(config) | {"recipe": "higgs_clone", "checkpoint": checkpoint}
@@ -359,8 +356,7 @@ def train(config: Config, process: Process, ds: dict):
 
     # model and data
     config = hub.pin(config, process)
-    with memory.unallocated(config):
-        model = build_model(config, ds)
+    model = build_model(config, ds)
     tokenizer = load_tokenizer(config.model, config.revision)
     layout = layout_of(base_model(model).config, tokenizer)
     chat = Chat(tokenizer, config.normalise_text, config.voices_in)
@@ -374,22 +370,18 @@ def train(config: Config, process: Process, ds: dict):
     say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
         " micro-batches")  # fmt: skip
     loss_fn = functools.partial(compute_loss, clips=clips)
-    if config.world:
-        return memory.predict_on_paper(model, config, loss_fn, clips.batch(plan.longest()))
 
     # optimizer and engine
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("lora_", "embed", "norm"))
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
-    predicted = memory.report_prediction(model, optimizer, ds, config, process)
     if config.compile:
         base_model(model).model.run_layer = compiling.compiled(run_layer, ds)
-    whole = [] if config.gradient_checkpointing else parts_of_layers(model)
-    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds, whole)
-    ema = engine.Ema(ds_engine, config.ema)
+    ds_engine = engine.start_engine(model, loss_fn, optimizer, ds)
+    ema = Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()
-        batch, one_clip = (to_device(clips.batch(rows), process.device) for rows in (longest, longest[:1]))
-        engine.dry_run(ds_engine, batch, one_clip, clips.target_weight(longest), predicted, process)
+        batch = to_device(clips.batch(longest), process.device)
+        engine.dry_run(ds_engine, batch, clips.target_weight(longest), process)
         return ds_engine
 
     # fresh start or resume
@@ -416,13 +408,6 @@ def train(config: Config, process: Process, ds: dict):
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
-    norm_groups = {
-        "attn": "self_attn",
-        "audio": "audio_mlp",
-        "text": r"\.mlp\.",
-        "head": "lm_head",
-        "embedding": "embed",
-    }
     model.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step ------------------------------------------------------------------------------
@@ -437,16 +422,13 @@ def train(config: Config, process: Process, ds: dict):
             # Dropout depends on the micro-batch alone, not on its rank or on what ran before.
             torch.manual_seed(torch_seed(config.seed, step, i * process.world + process.rank, "dropout"))
             output = ds_engine(batch)
-            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            last_of_step = i + 1 == config.accumulation
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world, last_of_step)
             meter.add(batch, output)
-            if i + 1 < config.accumulation:
-                ds_engine.step()  # DeepSpeed only counts the micro-batch here
         gradient_check.before_step(ds_engine)
         lr = optim.learning_rate(step, steps, config)
         optim.set_learning_rate(ds_engine, lr)
-        squares = engine.squared_norms(ds_engine, norm_groups, process.world)
-        meter.add_norms(squares)
-        applied, grad_norm = engine.take_step(ds_engine, run.max_norm(), squares)
+        applied, grad_norm = engine.take_step(ds_engine)
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -458,7 +440,7 @@ def train(config: Config, process: Process, ds: dict):
             epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
             run.log(done, meter, totals, step_weight, positions, lr, grad_norm, epoch=epoch)
         else:
-            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step], grad_norm)
+            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step])
 
         score, is_best = None, False
         evaluates = last or is_due(config.eval_every, done)
@@ -480,10 +462,9 @@ def train(config: Config, process: Process, ds: dict):
 
     # finish
     scores.collect(last=True)
-    if config.export:
-        checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder / "export", codec, checkpoint, process)
-        export_check.require_same(run, ema, probe, model, eval_clips or clips)
+    checkpoint = run.load_best(ds_engine, ema, steps)
+    export(model, ema, config, run.folder / "export", codec, checkpoint, process)
+    export_check.require_same(run, ema, probe, model, eval_clips or clips)
     samples.wait_for(decoders, process)  # those of all ranks
     run.finish(steps)
     if process.is_main:
@@ -493,7 +474,6 @@ def train(config: Config, process: Process, ds: dict):
 
 def main(config: Config) -> None:
     process = init_process()
-    config = fit(config, train, process)
     train(config, process, resolve_ds(config.ds, config, process.world))
 
 

@@ -8,7 +8,6 @@ DIR is a token dataset of MusicGen's EnCodec (data/encode.py --codec encodec --f
 minute; the second line needs no DeepSpeed (one process, on a CPU, Apple GPU or NVIDIA GPU):
 
     deepspeed finetune/llama_mot.py --ds ds_configs/zero2.json --steps 20 --samples 1
-    python finetune/llama_mot.py --no-deepspeed --steps 20 --samples 1
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from common import attention, compiling
 from common.config import flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.errors import UserError
-from common.runtime import catch_signals, forbid_codec_imports, skip_unused_imports
+from common.runtime import catch_signals, forbid_codec_imports
 from common.sample_scores import MusicFlags, SampleScores, best_score
 
 # ---- flags -----------------------------------------------------------------------------------------------------
@@ -28,9 +27,6 @@ from common.sample_scores import MusicFlags, SampleScores, best_score
 
 @dataclass
 class Config(MusicFlags):
-    deepspeed: bool = flag(
-        True, "--no-deepspeed: one process without DeepSpeed, fp32, on CPU, CUDA or Apple GPU", group="run"
-    )
     revision: str = flag("", "branch, tag or commit of --model on the hub; empty = the newest", group="run")
     attn: attention.Attention = flag("auto", attention.HELP, group="run", may_change=True)
     compile: bool = flag(False, compiling.HELP, group="run", may_change=True)
@@ -133,15 +129,14 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
     catch_signals()
     forbid_codec_imports()
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
-    skip_unused_imports(CONFIG)
 
 import torch
 
-from common import engine, export_check, hub, lora, memory, optim, runs, samples, single_process
+from common import engine, export_check, hub, lora, optim, runs, samples
 from common.codec import codec_identity
 from common.contracts import LossOutput
+from common.ema import Ema
 from common.feed import prefetch, to_device
-from common.fit import fit
 from common.gradient_check import GradientCheck, refuse_state
 from common.holdout import check_holdout
 from common.metrics import Meter, is_due
@@ -150,7 +145,6 @@ from common.report import say_result
 from common.runtime import Process, any_rank, init_process, on_main, run_main, say, stop_requested
 from common.tokens import open_tokens
 from models.mot.build import (
-    PARTS,
     Donor,
     build_mot,
     calibrate,
@@ -165,7 +159,7 @@ from models.mot.evaluate import baselines, llama_text_logits, probe, token_metri
 from models.mot.generate import sample
 from models.mot.layout import Layout
 from models.mot.legacy_codes import token_folder
-from models.mot.network import MoTLlama, Route, parts_of_layers, run_layer
+from models.mot.network import MoTLlama, Route, run_layer
 from models.mot.weights import (
     adapter_weights,
     base_fingerprint,
@@ -283,7 +277,7 @@ def check_first_loss(loss: float, model: MoTLlama, config: Config) -> None:
 
 
 def evaluate(
-    model: MoTLlama, clips: Clips | None, text_reference: list, run: runs.Run, ema: engine.Ema, step: int
+    model: MoTLlama, clips: Clips | None, text_reference: list, run: runs.Run, ema: Ema, step: int
 ) -> float | None:
     """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now."""
     if not clips:
@@ -309,14 +303,13 @@ def score_of(metrics: dict, base: dict, config: Config) -> float | None:
 # ---- export ----------------------------------------------------------------------------------------------------
 
 
-def export(ds_engine, ema: engine.Ema, config: Config, folder: Path, clips: Clips, checkpoint: dict, process: Process):
+def export(model, ema: Ema, config: Config, folder: Path, clips: Clips, checkpoint: dict, process: Process):
     """Writes the adapter alone, with fp32 master (or EMA) weights. `checkpoint`: its step and score.
 
     Every rank must call it: ZeRO-3 gathers the weights here.
     """
-    model = ds_engine.module.model
     with ema.applied():
-        weights = adapter_weights(ds_engine, keep=process.is_main)
+        weights = adapter_weights(model, keep=process.is_main)
     fingerprint = base_fingerprint(model.llama)
     training = {
         name: getattr(config, name) for name in ("train_parts", "text_dropout", "profile", "precision", "quantize")
@@ -343,8 +336,7 @@ def train(config: Config, process: Process, ds: dict):
 
     # model and data
     config = hub.pin(config, process)
-    with memory.unallocated(config):
-        model = build_model(config, ds)
+    model = build_model(config, ds)
     tokenizer = Tokenizer(config.model)
     clips = build_data(config.data, model, tokenizer, config, process, train=True)
     eval_clips = build_data(config.eval_source, model, tokenizer, config, process, train=False)
@@ -355,8 +347,6 @@ def train(config: Config, process: Process, ds: dict):
     steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
     say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
         " micro-batches")  # fmt: skip
-    if config.world:
-        return memory.predict_on_paper(model, config, compute_loss, clips.batch(plan.longest()))
     init_adapter(model, config, clips)
 
     # optimizer and engine
@@ -365,20 +355,15 @@ def train(config: Config, process: Process, ds: dict):
 
     groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed",), lr_scale=lr_scale)
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
-    predicted = memory.report_prediction(model, optimizer, ds, config, process)
     if config.compile:
         model.run_layer = compiling.compiled(run_layer, ds)
-    if config.deepspeed:
-        whole = [] if config.gradient_checkpointing else parts_of_layers(model)
-        ds_engine = engine.start_engine(model, compute_loss, optimizer, ds, whole)
-    else:
-        ds_engine = single_process.start_engine(model, compute_loss, optimizer, config, process)
+    ds_engine = engine.start_engine(model, compute_loss, optimizer, ds)
     assert model.llama.model.rotary_emb.inv_freq.dtype == torch.float32, "bf16 angles are wrong by radians"
-    ema = engine.Ema(ds_engine, config.ema)
+    ema = Ema(ds_engine, config.ema)
     if config.dry_run:
         longest = plan.longest()
-        batch, one_clip = (to_device(clips.batch(rows), process.device) for rows in (longest, longest[:1]))
-        engine.dry_run(ds_engine, batch, one_clip, clips.target_weight(longest), predicted, process)
+        batch = to_device(clips.batch(longest), process.device)
+        engine.dry_run(ds_engine, batch, clips.target_weight(longest), process)
         return ds_engine
 
     # fresh start or resume
@@ -422,16 +407,13 @@ def train(config: Config, process: Process, ds: dict):
             with meter.waiting():
                 batch = next(batches)
             output = ds_engine(batch)
-            engine.backward(ds_engine, output.loss_sum, step_weight, process.world)
+            last_of_step = i + 1 == config.accumulation
+            engine.backward(ds_engine, output.loss_sum, step_weight, process.world, last_of_step)
             meter.add(batch, output)
-            if i + 1 < config.accumulation:
-                ds_engine.step()  # DeepSpeed only counts the micro-batch here
         gradient_check.before_step(ds_engine)
         lr = optim.learning_rate(step, steps, config)
         optim.set_learning_rate(ds_engine, lr)
-        squares = engine.squared_norms(ds_engine, PARTS, process.world)
-        meter.add_norms(squares)
-        applied, grad_norm = engine.take_step(ds_engine, run.max_norm(), squares)
+        applied, grad_norm = engine.take_step(ds_engine)
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
@@ -446,7 +428,7 @@ def train(config: Config, process: Process, ds: dict):
                 check_first_loss(totals.loss_sum / step_weight, model, config)
                 refuse_state(model)
         else:
-            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step], grad_norm)
+            run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step])
 
         score, is_best, evaluates = None, False, last or is_due(config.eval_every, done)
         if evaluates:
@@ -466,10 +448,9 @@ def train(config: Config, process: Process, ds: dict):
 
     # finish
     scores.collect(last=True)
-    if config.export:
-        checkpoint = run.load_best(ds_engine, ema, steps)
-        export(ds_engine, ema, config, run.folder / "export", clips, checkpoint, process)
-        export_check.require_same(run, ema, probe, model, eval_clips or clips)
+    checkpoint = run.load_best(ds_engine, ema, steps)
+    export(model, ema, config, run.folder / "export", clips, checkpoint, process)
+    export_check.require_same(run, ema, probe, model, eval_clips or clips)
     samples.wait_for(decoders, process)  # those of all ranks
     run.finish(steps)
     if process.is_main:
@@ -478,9 +459,8 @@ def train(config: Config, process: Process, ds: dict):
 
 
 def main(config: Config) -> None:
-    process = init_process() if config.deepspeed else single_process.one_process(config)
-    config = fit(config, train, process)
-    train(config, process, resolve_ds(config.ds, config, process.world) if config.deepspeed else single_process.DS)
+    process = init_process()
+    train(config, process, resolve_ds(config.ds, config, process.world))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from typing import Literal
 
 from common.errors import UserError
-from common.hub import on_paper
 
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 HELP = "attention kernels; auto = the best for this model and machine, sdpa on a CPU"
@@ -13,8 +12,6 @@ HELP = "attention kernels; auto = the best for this model and machine, sdpa on a
 def choose_attention(wanted: str, precision: str, packing: bool = False, masks: bool = False) -> str:
     """The implementation for transformers. `masks`: the model attends to padded texts, which FlashAttention could only
     cut out by waiting for the GPU in every layer; so it is used only if asked for."""
-    if on_paper():
-        return "sdpa"  # runs without a GPU and saves as much for the backward pass as the others
     if wanted != "auto":
         reason = why_not(wanted, precision)
         if reason:
@@ -54,8 +51,8 @@ def sdpa_inside(model):
     """Inside, a transformers model computes attention with SDPA, whatever it trains with: generation has other masks
     at every step, for which flex attention would compile again and again."""
     before = model.config._attn_implementation
-    model.config._attn_implementation = "sdpa"
+    model.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        model.set_attn_implementation(before)

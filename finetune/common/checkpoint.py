@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from common import reshard
 from common.errors import UserError
-from common.metrics import is_due
 from common.runtime import (
     Process,
     all_sum,
@@ -50,8 +48,6 @@ SHAPE = {"ranks", "zero_stage", "accumulation"}  # may change on resume, within 
 
 def allow_list() -> None:
     """Allows the only classes besides tensors and plain containers that DeepSpeed's shards hold."""
-    if sys.modules.get("deepspeed") is None:
-        return  # without DeepSpeed there are no shards
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -105,7 +101,6 @@ def save(
     score: float | None,
     rank_state: dict | None = None,
     background: bool = False,
-    keep_every: int = 0,
     unscored: bool = False,
 ) -> "Pending":
     """Writes the checkpoint of step `state["step"]`; the one with the lowest `score` is protected from retention.
@@ -132,7 +127,7 @@ def save(
     copied, files = (lambda tree: tree, _host_copy(files)) if background else (_host_copy, files)
     pending = Pending(final, draft, process)
     entry = {"name": final.name, "step": state["step"], "score": score} | ({"unscored": True} if unscored else {})
-    publish = functools.partial(_publish, pending, copy.deepcopy(state), entry, keep, keep_every)
+    publish = functools.partial(_publish, pending, copy.deepcopy(state), entry, keep)
     pending.thread = threading.Thread(target=_write, args=(pending, files, copied, publish), name="checkpoint")
     pending.thread.start()
     if not background:
@@ -193,11 +188,11 @@ def _collect(engine, draft: Path) -> dict:
     DeepSpeed writes through engine.checkpoint_engine, and has no argument for another one: it is replaced while we
     collect, so that files can be copied, written in the background and flushed our way.
     """
-    base, files = object, {}
-    if sys.modules.get("deepspeed"):
-        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as base
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-    class Collector(base):
+    files = {}
+
+    class Collector(TorchCheckpointEngine):
         def save(self, state_dict, path):
             files[str(Path(path).relative_to(draft))] = state_dict
 
@@ -250,7 +245,7 @@ def _write(pending: Pending, files: dict, copied, publish) -> None:
         pending.written.set()
 
 
-def _publish(pending: Pending, state: dict, entry: dict, keep: int, keep_every: int) -> None:
+def _publish(pending: Pending, state: dict, entry: dict, keep: int) -> None:
     """Waits for all ranks, then writes checksums, renames and updates the index."""
     draft, final = pending.draft, pending.path
     done_files = [draft / f"done-{rank:05d}.json" for rank in range(pending.process.world)]
@@ -277,28 +272,27 @@ def _publish(pending: Pending, state: dict, entry: dict, keep: int, keep_every: 
         shutil.rmtree(final)
     os.replace(draft, final)
     _sync(final.parent)
-    _retain(final.parent, [*entries, entry], keep, keep_every)
+    _retain(final.parent, [*entries, entry], keep)
 
 
-def set_score(folder: Path, step: int, score: float | None, keep: int, keep_every: int) -> None:
+def set_score(folder: Path, step: int, score: float | None, keep: int) -> None:
     """Enters a score that came after its checkpoint; not while another one is being written."""
     entries = read_index(folder)
     for entry in entries:
         if entry["step"] == step and entry.pop("unscored", False):
             entry["score"] = score
-    _retain(folder, entries, keep, keep_every)
+    _retain(folder, entries, keep)
 
 
 def _by_tag(engine) -> dict:
     return engine if isinstance(engine, dict) else {TAG: engine}
 
 
-def _retain(folder: Path, entries: list[dict], keep: int, keep_every: int) -> None:
-    """Keeps the newest `keep`, the best, every `keep_every`th step's, and those without their score. The index drops a
+def _retain(folder: Path, entries: list[dict], keep: int) -> None:
+    """Keeps the newest `keep`, the best, and those without their score. The index drops a
     checkpoint before its folder is deleted."""
     scored = [entry for entry in entries if entry["score"] is not None and math.isfinite(entry["score"])]
     kept = {entry["name"] for entry in entries[-keep:]}
-    kept |= {entry["name"] for entry in entries if is_due(keep_every, entry["step"])}
     kept |= {entry["name"] for entry in entries if entry.get("unscored")}
     if scored:
         kept.add(min(scored, key=lambda entry: entry["score"])["name"])
@@ -436,8 +430,6 @@ def _load_resharded(path: Path, tag: str, engine, ema, process: Process) -> None
 def masters(path: Path, tag: str = TAG, ema: bool = False) -> dict[str, torch.Tensor]:
     """The trained fp32 weights of a checkpoint, or their moving average, whole, and the model's buffers, by their names
     in the recipe's model. Needs no ranks."""
-    import deepspeed  # noqa: F401  allow_list() then allows the classes of its checkpoints
-
     damage = _damage(path)
     if damage:
         raise UserError(f"checkpoint {path} is damaged ({damage}).")
@@ -470,10 +462,10 @@ def _merge_shards(folder: Path, averages: list[list[torch.Tensor]]) -> dict[str,
 
 
 def _whole_weights(folder: Path, averages: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The weights of a run with ZeRO-0 or without DeepSpeed, where every rank holds all of them."""
+    """The weights of a run with ZeRO-0, where every rank holds all of them."""
     [file] = folder.glob("*.pt")
     state = torch.load(file, map_location="cpu", weights_only=True)
-    weights = state["weights"] if "weights" in state else state["module"]
+    weights = state["module"]
     if averages:
         trained = [name for name in weights if name not in state.get("buffer_names", ())]
         weights = weights | dict(zip(trained, averages[0], strict=True))

@@ -87,23 +87,7 @@ class RunConfig:
     )
     dry_run: bool = flag(
         False,
-        "print sizes and predicted memory, take one step on the longest batch, and exit",
-        group="run",
-        may_change=True,
-    )
-
-    world: int = flag(
-        0,
-        "predict memory, communication and checkpoint size for this many ranks from the model's configuration, without"
-        " loading weights, and exit; 0 = off",
-        group="run",
-        low=0,
-        may_change=True,
-    )
-    fit: str = flag(
-        "",
-        "memory of one GPU, such as 24GB: choose --ds, --quantize, --gradient-checkpointing, --micro-tokens and"
-        " --accumulation, unless they are given, so that the predicted memory fits; empty = off",
+        "take one step on the longest batch, print its time and peak memory, and exit",
         group="run",
         may_change=True,
     )
@@ -114,9 +98,6 @@ class RunConfig:
     lr: float = flag(1e-4, "peak learning rate", group="schedule", low=1e-6, high=1e-2)
     warmup: float = flag(
         0.03, "learning-rate warm-up: a fraction of all steps (below 1) or a number of steps", group="schedule", low=0
-    )
-    min_lr_ratio: float = flag(
-        0.1, "final learning rate of the cosine schedule, as a fraction of --lr", group="schedule", low=0, high=1
     )
     micro_tokens: int = flag(8192, "maximum padded positions per micro-batch on each rank", group="schedule", low=1)
     accumulation: int = flag(
@@ -141,28 +122,12 @@ class RunConfig:
     gradient_checkpointing: bool = flag(
         False, "recompute activations in the backward pass: less memory, slower", group="optimizer"
     )
-    max_skips: int = flag(
-        3, "stop after this many non-finite steps in a row", group="optimizer", low=1, may_change=True
-    )
-    max_spike: float = flag(
-        0.0,
-        "skip optimizer steps whose gradient norm exceeds this many times the median of the last 64; 0 = off",
-        group="optimizer",
-        low=0,
-    )
 
     save_every: int = flag(
         500, "optimizer steps between checkpoints; 0 = only the last", group="output", low=0, may_change=True
     )
     keep: int = flag(
         2, "number of newest checkpoints to keep (at least 2), besides the best", group="output", low=2, may_change=True
-    )
-    keep_every: int = flag(
-        0,
-        "also keep checkpoints at multiples of this many steps, itself a multiple of --save-every; 0 = off",
-        group="output",
-        low=0,
-        may_change=True,
     )
     eval_every: int = flag(
         500,
@@ -177,7 +142,6 @@ class RunConfig:
     samples: int = flag(
         4, "evaluation clips to generate each time samples are made; 0 = none", group="output", low=0, may_change=True
     )
-    export: bool = flag(True, "write the trained artifact at the end", group="output", may_change=True)
     export_check: bool = flag(
         True,
         "check the artifact: load it in a fresh process and compare its outputs with the training engine's",
@@ -219,7 +183,7 @@ HF_ALIASES = {
     "bf16": "precision",
 }
 # What a repeated run must not take over from the config.json of the first: it would resume that run, or only test it.
-NOT_REPEATED = ("out", "resume", "force_resume", "dry_run", "world", "fit")
+NOT_REPEATED = ("out", "resume", "force_resume", "dry_run")
 
 
 def parse_args(config_class, doc: str, argv: list[str] | None = None, demo: dict | None = None):
@@ -374,15 +338,6 @@ def check(config: RunConfig) -> None:
             raise UserError(f"--tracker {name}: it takes {', '.join(TRACKERS)}.")
         if find_spec(name) is None:
             raise UserError(f"--tracker {name}: the package {name} is not installed (pip install {name}).")
-    if config.fit:
-        from common.fit import card_bytes
-
-        card_bytes(config.fit)
-    if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
-        raise UserError(
-            f"--keep-every {config.keep_every} is not a multiple of --save-every {config.save_every}: only checkpoints"
-            " that are saved can be kept."
-        )
     if config.eval_split and (config.eval_data or not config.data):
         raise UserError("--eval-split divides --data: it needs --data, and takes the place of --eval-data.")
     if config.steps == 0 and not 0 < config.epochs < math.inf:

@@ -7,9 +7,10 @@ from pathlib import Path
 from common.config import RunConfig
 from common.errors import UserError
 
-BF16_RANKS = 8  # more ranks than this add their gradients up in fp32, at twice the communication
 KEYS = ("zero_optimization", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size", "data_types")
 REDUCE_BUCKET = 500_000_000  # DeepSpeed's default, in values
+# A model that is only evaluated or exported: one process holds it whole.
+WHOLE = {"zero_optimization": {"stage": 0}}
 
 
 def read_ds(path: str) -> dict:
@@ -80,9 +81,12 @@ def resolve_ds(path: str, config: RunConfig, world_size: int) -> dict:
             raise UserError(f"{path} sets ZeRO stage {stage}, which {lacks}: use stage 2 or 3, or --precision fp32.")
         # A sum in bf16 loses whatever is 256 times smaller than itself. Unless told, DeepSpeed adds up micro-batches
         # and ranks in the precision of the weights.
-        ds.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-        if world_size > BF16_RANKS:
-            ds.setdefault("communication_data_type", "fp32")
+        types = ds.setdefault("data_types", {})
+        types.setdefault("grad_accum_dtype", "fp32")
+        ds.setdefault("communication_data_type", "fp32")
+        # Under ZeRO-3 models are built inside zero.Init, which rounds every floating tensor to bf16: the angles of RoPE
+        # would be wrong by a radian after 1000 positions.
+        types.setdefault("keep_in_fp32_modules", ["inv_freq"])
     ds["zero_allow_untested_optimizer"] = True  # any optimizer that a recipe builds
     ds["steps_per_print"] = 10**9  # the recipe prints its own progress
     return ds
@@ -97,24 +101,22 @@ def _without_auto(section: dict) -> dict:
     }
 
 
-def fit_buckets(ds: dict, trained: int) -> dict:
-    """A copy whose buffer for reducing gradients holds no more than the gradients of all trained parameters.
+def fit_buckets(ds: dict, trained: int, device: str) -> dict:
+    """A copy with what DeepSpeed leaves to the user, unless the file sets it.
 
-    DeepSpeed allocates it whole, and twice for overlap_comm in stages 1 and 2. If all gradients fit into one buffer,
-    there is no reduction to overlap the backward pass with, and overlap_comm would only make the host wait for the
-    device in every micro-batch.
+    The buffer for reducing gradients holds no more than those of all trained parameters: DeepSpeed allocates it whole,
+    and twice for overlap_comm in stages 1 and 2. If all gradients fit into it, there is no reduction to overlap the
+    backward pass with, and overlap_comm would make the host wait for the device in every micro-batch.
     """
     zero = dict(ds["zero_optimization"])
-    if fits_one_bucket(ds, trained):
-        zero["reduce_bucket_size"] = max(1, trained)
-        if zero["stage"] < 3:
-            zero["overlap_comm"] = False
+    bucket = zero.get("reduce_bucket_size", REDUCE_BUCKET)
+    zero["reduce_bucket_size"] = max(1, min(trained, bucket))
+    if zero["stage"] in (1, 2):
+        zero.setdefault("overlap_comm", trained > bucket)
+        if device == "cpu":  # gloo copies gradients and weights several times otherwise
+            zero.setdefault("reduce_scatter", False)
+            zero.setdefault("allgather_partitions", False)
     return ds | {"zero_optimization": zero}
-
-
-def fits_one_bucket(ds: dict, trained: int) -> bool:
-    """Whether the gradients of all trained parameters fit into one buffer that gradients are reduced in."""
-    return trained <= ds["zero_optimization"].get("reduce_bucket_size", REDUCE_BUCKET)
 
 
 def stage_of(ds: dict) -> int:

@@ -32,7 +32,7 @@ class GradientCheck:
             )
         if not self.dead:
             self.steps_left = 0
-            weights = full_weights(engine) if any(map(is_lora_b, trainable(engine))) else {}
+            weights = full_weights(engine.module.model) if any(map(is_lora_b, trainable(engine.module.model))) else {}
             unmoved = [name for name, value in weights.items() if is_lora_b(name) and not value.any()]  # B starts at 0
             if unmoved:
                 raise UserError(f"{len(unmoved)} LoRA matrices did not move at the first step, such as {unmoved[0]}.")
@@ -49,7 +49,7 @@ def dead_parameters(engine) -> list[str]:
     has a gradient of exactly 0 at the first step, and a trained embedding row has none until its tag occurs. NaN is not
     zero: such a step is skipped and reported elsewhere.
     """
-    parameters = trainable(engine)
+    parameters = trainable(engine.module.model)
     names = [name for name in parameters if is_lora_b(name) or ".modules_to_save." in name] or list(parameters)
     dead = []
     for name in names:

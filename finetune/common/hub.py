@@ -27,11 +27,9 @@ def folder(path: str, flag: str = "--model", revision: str = "") -> Path:
     return _folders.get(path, Path(path))
 
 
-def fetch(path: str, process: Process | None, revision: str = "", flag: str = "--model", weights: bool = True) -> None:
+def fetch(path: str, process: Process | None, revision: str = "", flag: str = "--model") -> None:
     """Downloads a hub id once per machine, so that all ranks then load the same revision from disk. Does nothing for a
     folder. Every rank must call it; `process` None: there are no others.
-
-    `weights` False: only the small files, for a model on paper.
     """
     if not path or Path(path).is_dir():
         if revision:
@@ -43,7 +41,7 @@ def fetch(path: str, process: Process | None, revision: str = "", flag: str = "-
         )
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch, "result.json")
-        words = [path, "--revision", revision or "", "--result", result] + ([] if weights else ["--no-weights"])
+        words = [path, "--revision", revision or "", "--result", result]
         command, child = [sys.executable, DATA / "fetch.py", *words], None
         if process is None:
             subprocess.run(command, check=False)
@@ -90,7 +88,7 @@ def pin(config, process: Process):
         path, asked = getattr(config, name), getattr(config, revision)
         if not asked and resumes and before.get(name) == path:
             asked = before.get(revision, "")
-        fetch(path, process, asked, f"--{name.replace('_', '-')}", weights=not config.world)
+        fetch(path, process, asked, f"--{name.replace('_', '-')}")
         commits[revision] = _folders[path].name if path in _folders else ""
     return dataclasses.replace(config, **commits)
 
@@ -114,12 +112,6 @@ def load_pretrained(model_class, config_class, path: str, dtype, revision: str |
         raise UserError(f"--model {path}: no usable config.json ({str(error).splitlines()[0]})") from None
     if config.model_type != config_class.model_type:
         raise UserError(f"--model {path} is a {config.model_type!r} model, not {config_class.model_type!r}.")
-    if on_paper():
-        quantization = options.pop("quantization_config", None)
-        model = model_class._from_config(config, dtype=dtype, **options)
-        if quantization:
-            quantise_on_paper(model, quantization)
-        return model
     try:
         model, info = model_class.from_pretrained(
             place,
@@ -135,19 +127,7 @@ def load_pretrained(model_class, config_class, path: str, dtype, revision: str |
         raise UserError(
             f"--model {path} lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}."
         )
-    restore_rope(model)
     return model
-
-
-def quantise_on_paper(model, quantization) -> None:
-    """Marks the weights that transformers would quantise."""
-    from torch import nn
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    kept = [*quantization.llm_int8_skip_modules, *(model._keep_in_fp32_modules or ())]
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and should_convert_module(name, kept):
-            module.weight.bits_on_paper = 4 if quantization.load_in_4bit else 8
 
 
 def inference_dtype():
@@ -155,27 +135,3 @@ def inference_dtype():
     import torch
 
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-
-
-def on_paper() -> bool:
-    """Inside memory.unallocated, where tensors have shapes but no memory."""
-    import torch
-
-    return torch.get_default_device().type == "meta"
-
-
-def restore_rope(model) -> None:
-    """Computes the RoPE frequencies again, in fp32.
-
-    Under ZeRO-3 from_pretrained runs inside deepspeed.zero.Init, which rounds every floating tensor created there to
-    the engine's precision. In bf16 the angles would be wrong by a radian after 1000 positions, silently: ZeRO-2 and
-    every later use of the export compute them in fp32.
-    """
-    import torch
-
-    for module in model.modules():
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
-            exact = type(module)(module.config)
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                value = getattr(exact, name).to(buffer.device)
-                setattr(module, name, torch.nn.Buffer(value, persistent=name not in module._non_persistent_buffers_set))

@@ -7,7 +7,6 @@ from pathlib import Path
 from common import runs
 from common.checkpoint import write_json
 from common.errors import UserError
-from common.runtime import skip_bitsandbytes
 
 
 def resolve_groups(model, groups: dict[str, tuple[str, int]], wanted: list[str]) -> dict[str, list[str]]:
@@ -116,8 +115,6 @@ def read_lora(folder: Path) -> dict:
 
 def load_lora(model, folder: Path):
     """The model with a PEFT adapter from disk."""
-    if not getattr(model, "is_quantized", False):
-        skip_bitsandbytes()
     from peft import PeftModel
 
     read_lora(folder)

@@ -31,7 +31,6 @@ class Totals:
     parts: dict[str, float]  # means, by name
     padded: int  # positions, padding included
     stop: bool  # some rank received a signal
-    norms: dict[str, float]  # gradient norms by group of parameters
 
 
 class Meter:
@@ -40,7 +39,6 @@ class Meter:
     def __init__(self):
         self.began, self.waited = time.monotonic(), 0.0
         self.losses, self.ids, self.parts, self.names, self.padded = [], [], 0, (), 0
-        self.squares = {}
 
     @contextmanager
     def waiting(self):
@@ -58,21 +56,13 @@ class Meter:
             self.names = tuple(output.parts)
             self.parts = self.parts + _double(torch.stack(list(output.parts.values())))
 
-    def add_norms(self, squares: dict[str, torch.Tensor]) -> None:
-        """This rank's share of squared gradient norms, see engine.squared_norms."""
-        self.squares = squares
-
     def reduce(self, process: Process) -> Totals:
         """The only reduction of a step: losses, padding, and whether any rank received a signal."""
         loss_sum = float(_double(torch.stack(self.losses)).sum())
-        parts = [self.parts.flatten()] if self.names else []
-        parts += [_double(torch.stack(list(self.squares.values())))] if self.squares else []
-        parts = torch.cat(parts).tolist() if parts else []
+        parts = self.parts.flatten().tolist() if self.names else []
         *sums, loss_sum, padded, stop = all_sum([*parts, loss_sum, self.padded, float(stop_requested())], process)
-        squares = sums[len(sums) - len(self.squares) :]
-        norms = {name: float(square) ** 0.5 for name, square in zip(self.squares, squares, strict=True) if square}
         means = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(self.names) if sums[2 * i + 1]}
-        return Totals(float(loss_sum), means, int(padded), stop > 0, norms)
+        return Totals(float(loss_sum), means, int(padded), stop > 0)
 
     def non_finite_ids(self) -> list[str]:
         """Clips of this rank's micro-batches whose loss is not finite."""

@@ -7,6 +7,8 @@ from common.config import RunConfig
 from common.ds_config import offloads_optimizer
 from common.errors import UserError
 
+LAST_RATE = 0.1  # the learning rate at the end of a schedule, as a fraction of --lr
+
 
 def parameter_groups(model, weight_decay: float, no_decay: tuple[str, ...], lr_scale=None) -> list[dict]:
     """Groups of the trainable parameters: matrices with weight decay, everything else without.
@@ -104,17 +106,6 @@ def optimizer_state(optimizer) -> dict:
     return {name: value for name, value in state.items() if torch.is_tensor(value) and value.numel() == probe.numel()}
 
 
-def state_bytes_per_weight(optimizer) -> float:
-    """8 for AdamW's two fp32 moments, 2 with 8-bit states, 0 for plain SGD."""
-    return sum(state.element_size() for state in optimizer_state(optimizer).values())
-
-
-def step_bytes_per_weight(optimizer, device_type: str) -> float:
-    """Temporary bytes of a step, per weight of the tensor that it updates. On a CPU, bitsandbytes unpacks both moments
-    and makes a gradient and two intermediate results, all in fp32; the other optimizers here update in place."""
-    return 20.0 if device_type == "cpu" and type(optimizer).__module__.startswith("bitsandbytes.") else 0.0
-
-
 # ---- schedules -------------------------------------------------------------------------------------------------
 
 
@@ -124,13 +115,13 @@ def warmup_steps(warmup: float, steps: int) -> int:
 
 
 def learning_rate(step: int, steps: int, config: RunConfig) -> float:
-    """Linear warm-up, then a cosine down to min_lr_ratio at the last step. `step` counts optimizer steps from 0."""
+    """Linear warm-up, then a cosine down to LAST_RATE x --lr at the last step. `step` counts from 0."""
     warm = warmup_steps(config.warmup, steps)
     if step < warm:
         return config.lr * (step + 1) / warm
     progress = (step - warm) / max(1, steps - 1 - warm)
-    floor = config.min_lr_ratio
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (LAST_RATE + (1 - LAST_RATE) * cosine)
 
 
 def stepped_rate(step: int, steps: int, steps_per_epoch: float, config) -> float:
@@ -144,20 +135,4 @@ def plateau_rate(step: int, steps: int, drops: int, config) -> float:
     """Linear warm-up, then --lr after so many drops; with --schedule cosine as `learning_rate`."""
     if config.schedule == "cosine" or step < warmup_steps(config.warmup, steps):
         return learning_rate(step, steps, config)
-    return config.lr * max(config.drop**drops, config.min_lr_ratio)
-
-
-def drop_on_plateau(state: dict, improved: bool, patience: int) -> None:
-    """Counts a drop of the learning rate after `patience` evaluations in a row that did not improve.
-
-    `state` holds "stale" and "drops", and belongs into the checkpoint.
-    """
-    state["stale"] = 0 if improved else state["stale"] + 1
-    if state["stale"] >= patience:
-        state["stale"], state["drops"] = 0, state["drops"] + 1
-
-
-def turning_points(rate, steps: int, config) -> list[int]:
-    """The steps of a schedule that are worth printing: first, end of the warm-up, up to 20 drops, last."""
-    drops = [step for step in range(1, steps) if rate(step) < rate(step - 1)] if config.schedule == "step" else []
-    return sorted({0, max(0, warmup_steps(config.warmup, steps) - 1), *drops[:20], steps - 1})
+    return config.lr * max(config.drop**drops, LAST_RATE)

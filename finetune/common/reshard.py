@@ -16,7 +16,15 @@ import sys
 from pathlib import Path
 
 import torch
+from deepspeed.utils import (
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 
+from common.ema import masters, masters_changed
+from common.engine import trainable
 from common.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,21 +79,38 @@ def _with_ema_as_masters(checkpoint: Path, shards: Path, out: Path) -> None:
 
 def load(folder: Path, engine, averaged: list[torch.Tensor]) -> None:
     """Loads this rank's shard of what `convert` wrote. `averaged`: the tensors of its EMA, none without one."""
-    from common.engine import masters, masters_changed
-
-    step = _steps_taken(folder / "weights" / "zero")
-    shares = {key: _shares(folder / "weights", engine, key) for key in (*MOMENTS, "fp32")}
-    for i, master in enumerate(masters(engine, parameters=True)):
-        master.data.copy_(shares["fp32"][i])
-        state = engine.optimizer.optimizer.state[master]
-        # Fused AdamW needs its step counter on the device of the parameter.
-        state["step"] = step if offloaded(engine) else torch.tensor(float(step), device=master.device)
-        for key in MOMENTS:
-            state[key] = shares[key][i].to(master.device)
     if averaged:
-        for shadow, share in zip(averaged, _shares(folder / "ema", engine, "fp32"), strict=True):
-            shadow.copy_(share)
+        _fill(engine, folder / "ema", "fp32")
+        for shadow, master in zip(averaged, masters(engine), strict=True):
+            shadow.copy_(master)
+    for key in ("fp32", *MOMENTS):
+        _fill(engine, folder / "weights", key)
+    step = _steps_taken(folder / "weights" / "zero")
+    for state in engine.optimizer.state.values():
+        # DeepSpeed's Adam on the CPU counts its steps in an int, fused AdamW in a tensor next to its parameter.
+        state["step"] = torch.full_like(state["step"], step) if torch.is_tensor(state["step"]) else step
     masters_changed(engine)
+
+
+def _fill(engine, folder: Path, key: str) -> None:
+    """Sets the master weights ("fp32") or one of their moments from the files of a universal checkpoint."""
+    for name, parameter in trainable(engine.module).items():
+        # Mapped, not read: only the part that this rank holds comes from the disk.
+        value = torch.load(folder / "zero" / name / f"{key}.pt", weights_only=True, mmap=True)
+        value = (value["param"] if isinstance(value, dict) else value).flatten()
+        if engine.zero_optimization_stage() == 3:
+            # Every parameter is cut into equal parts, one per rank; the last is filled up with zeros.
+            size = math.ceil(parameter.ds_numel / engine.dp_world_size)
+            value = value[engine.global_rank * size :][:size]
+            value = torch.nn.functional.pad(value, (0, size - len(value)))
+            if key == "fp32":
+                safe_set_local_fp32_param(parameter, value)
+            else:
+                safe_set_local_optimizer_state(parameter, value, key)
+        elif key == "fp32":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
 
 
 def load_buffers(shards: Path, engine) -> None:
@@ -97,46 +122,11 @@ def load_buffers(shards: Path, engine) -> None:
         buffers[name].copy_(saved["module"][name])
 
 
-def offloaded(engine) -> bool:
-    return bool(engine.zero_offload_optimizer())
-
-
 def _steps_taken(folder: Path) -> int:
     for file in sorted(folder.glob("*/step.pt")):
         return int(torch.load(file, weights_only=True))
     state = torch.load(folder / "optimizer_state.pt", weights_only=True, map_location="cpu")
     return int(state["optimizer_state_dict"]["state"][0]["step"])
-
-
-def _shares(folder: Path, engine, key: str) -> list[torch.Tensor]:
-    """This rank's part of every parameter, laid out like its flat master weights."""
-    optimizer, stage, shares = engine.optimizer, engine.zero_optimization_stage(), []
-
-    def whole(parameter) -> torch.Tensor:
-        # Mapped, not read: only the part that is copied below comes from the disk, and every rank needs another one.
-        file = folder / "zero" / optimizer.param_names[parameter] / f"{key}.pt"
-        value = torch.load(file, weights_only=True, mmap=True)
-        return (value["param"] if isinstance(value, dict) else value).view(-1)
-
-    from common.engine import masters
-
-    for group, master in enumerate(masters(engine)):
-        share = torch.zeros_like(master, device="cpu")
-        if stage == 3:  # every parameter is cut into equal parts, one per rank
-            place = 0
-            for parameter in optimizer.fp16_groups[group]:
-                size = math.ceil(parameter.ds_numel / engine.dp_world_size)
-                part = whole(parameter)[engine.global_rank * size :][:size]
-                share[place : place + len(part)] = part
-                place += size
-        else:  # the parameters are concatenated, and the result is cut
-            for parameter in optimizer.bit16_groups[group]:
-                if parameter._hp_mapping is not None:
-                    here, there = parameter._hp_mapping.hp_fragment_address, parameter._hp_mapping.lp_fragment_address
-                    part = whole(parameter)[there.start : there.start + there.numel]
-                    share[here.start : here.start + here.numel] = part
-        shares.append(share)
-    return shares
 
 
 def main() -> None:

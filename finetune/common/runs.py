@@ -4,14 +4,11 @@ import dataclasses
 import fcntl
 import importlib.metadata
 import json
-import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 import torch
@@ -37,8 +34,7 @@ from common.runtime import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-NORMS = 64  # gradient norms whose median --max-spike compares with
-NORMS_NEEDED = 8
+MAX_SKIPS = 3  # steps in a row that are not finite, after which the run ends
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "bitsandbytes")
 
 
@@ -67,7 +63,6 @@ class Run:
         self.folder = run_folder(config, recipe, process)
         self.identity = identity(config, stage_of(ds), process, fingerprint)
         self.skips, self.best = 0, None
-        self.norms = deque(maxlen=NORMS)  # gradient norms of the last steps
         self.pending = None  # the checkpoint that is being written
         self.unscored = None  # the step whose checkpoint gets its score later, see common/sample_scores.py
         self.at_end = []  # functions to call before the run ends, also after a signal
@@ -77,7 +72,6 @@ class Run:
             state = checkpoint.read_state(self.checkpoint, self.identity, config.force_resume)
             checkpoint.warn_of_another_run(state, self.identity)
             self.start_step, self.best = state["step"], state["best"]
-            self.norms.extend(state.get("norms", []))
             if process.device.type == "cpu" and state["threads"] != torch.get_num_threads():
                 say(f"warning: resuming with {torch.get_num_threads()} threads per rank instead of {state['threads']}:"
                     " sums are added in another order, so losses may differ in their last digits")  # fmt: skip
@@ -113,7 +107,6 @@ class Run:
         The loss is what was optimised: the loss sum of all ranks and micro-batches over the target weight of the step.
         """
         self.skips = 0
-        self.norms.append(grad_norm)
         seconds = time.monotonic() - meter.began
         record = {
             "loss": totals.loss_sum / step_weight,
@@ -127,38 +120,25 @@ class Run:
             "step_s": seconds,
             **memory_gb(self.process),
         }
-        record |= {f"grad_norm_{name}": norm for name, norm in totals.norms.items()}
         self.tracker.step(step, record | {f"loss_{name}": float(mean) for name, mean in totals.parts.items()})
 
-    def max_norm(self) -> float:
-        """The gradient norm above which the next step is skipped (--max-spike)."""
-        if not self.config.max_spike or len(self.norms) < NORMS_NEEDED:
-            return math.inf
-        return self.config.max_spike * statistics.median(self.norms)
-
-    def skip(self, step: int, meter: Meter, micro_batches: list[dict], grad_norm: float = math.nan) -> None:
-        """Records a step that was applied on no rank, because it was not finite on some rank or its gradient was over
-        `max_norm`. Too many in a row that are not finite end the run.
+    def skip(self, step: int, meter: Meter, micro_batches: list[dict]) -> None:
+        """Records a step that was applied on no rank, because it was not finite on some rank. Too many in a row end
+        the run.
 
         `micro_batches`: of all ranks; they are written to skipped/, so that the step can be repeated.
         """
         ids = gather_lists(meter.non_finite_ids(), self.process)
         ids = ids or [name for batch in micro_batches for name in batch["ids"]]
-        self.tracker.event("skip", step, ids=ids, **({"grad_norm": grad_norm} if math.isfinite(grad_norm) else {}))
+        self.tracker.event("skip", step, ids=ids)
         if self.process.is_main:
             self._write_skipped(step, micro_batches)
-        if math.isfinite(grad_norm):
-            say(f"warning: step {step} skipped, gradient norm {grad_norm:.3g} is over --max-spike"
-                f" {self.config.max_spike:g} times its median; clips: {', '.join(ids[:20])}")  # fmt: skip
-            self.skips = 0
-            self.norms.append(grad_norm)  # a level that lasts becomes the median
-            return
         say(f"warning: step {step} skipped, loss or gradient not finite; clips: {', '.join(ids[:20])}")
         self.skips += 1
-        if self.skips >= self.config.max_skips:
+        if self.skips >= MAX_SKIPS:
             self.wait_for_checkpoint()
             raise UserError(
-                f"{self.skips} steps in a row were not finite (--max-skips), last with clips {', '.join(ids[:5])};"
+                f"{self.skips} steps in a row were not finite, last with clips {', '.join(ids[:5])};"
                 f" the checkpoints in {self.checkpoints} are from before."
             )
 
@@ -196,7 +176,7 @@ class Run:
         began = time.monotonic()
         self.wait_for_checkpoint()
         state = {"step": step, "identity": self.identity, "best": self.best, "loop_state": loop_state or {}}
-        state |= {"threads": torch.get_num_threads(), "norms": list(self.norms)}
+        state |= {"threads": torch.get_num_threads()}
         self.pending = checkpoint.save(
             self.checkpoints,
             engine,
@@ -207,7 +187,6 @@ class Run:
             score,
             rank_state,
             background=True,
-            keep_every=self.config.keep_every,
             unscored=step == self.unscored,
         )
         self.tracker.event("checkpoint", step, path=str(self.pending.path), stall_s=time.monotonic() - began)
@@ -217,7 +196,7 @@ class Run:
         self.wait_for_checkpoint()
         self.is_best(step, score)
         if self.process.is_main:
-            checkpoint.set_score(self.checkpoints, step, score, self.config.keep, self.config.keep_every)
+            checkpoint.set_score(self.checkpoints, step, score, self.config.keep)
 
     def wait_for_checkpoint(self) -> None:
         if self.pending:

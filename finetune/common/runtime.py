@@ -127,59 +127,13 @@ def _proc(pid: int | str, name: str) -> bytes:
         return b""
 
 
-_hides_modules = False  # this process runs one of our scripts; one that only calls their functions hides nothing
-
-
 def forbid_codec_imports() -> None:
     """Makes importing a codec or a resampler fail: this process needs none, whatever it does.
 
     transformers would import torchaudio and librosa by itself, which costs seconds on every rank.
     """
-    global _hides_modules
-    _hides_modules = True
     for name in ("dac", "audiotools", "torchaudio", "librosa"):
         sys.modules[name] = None
-
-
-def skip_unused_imports(config=None) -> None:
-    """After forbid_codec_imports: hides what this process does not need either from libraries that import it if they
-    find it, which takes four seconds of processor time: trio from the hub's HTTP client, pandas from Arrow, scipy from
-    the losses of transformers, and bitsandbytes if the config says that nothing is quantised.
-
-    Call it before transformers is imported.
-    """
-    if not _hides_modules:
-        return
-    sys.modules.setdefault("trio", None)
-    if config and config.optimizer == "adamw" and getattr(config, "quantize", "none") == "none" and not config.fit:
-        skip_bitsandbytes()
-    # These two are hidden only here: others may need them later.
-    if not {"pandas", "pyarrow"} & set(sys.modules):
-        sys.meta_path.insert(0, NoPandas)  # None among the modules would count as an empty pandas
-        import pyarrow
-
-        pyarrow.array([0]).to_numpy()  # the first array looks for it
-        sys.meta_path.remove(NoPandas)
-    if not {"scipy", "transformers"} & set(sys.modules):
-        sys.modules["scipy"] = None
-        import transformers.loss.loss_utils  # noqa: F401
-
-        del sys.modules["scipy"]
-
-
-class NoPandas:
-    """Among Python's ways to find a module, this is where pandas is not to be found."""
-
-    @staticmethod
-    def find_spec(name: str, *_) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError(name)
-
-
-def skip_bitsandbytes() -> None:
-    """Likewise hides bitsandbytes, which PEFT would import, and which imports torch's compiler."""
-    if _hides_modules:
-        sys.modules.setdefault("bitsandbytes", None)
 
 
 class Stopped(Exception):

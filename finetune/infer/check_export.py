@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 import torch
 
 from common import hub
-from common.runtime import forbid_codec_imports, skip_bitsandbytes, skip_unused_imports
+from common.runtime import forbid_codec_imports
 
 # Differences are relative to the size of the outputs. In fp32 only the order of sums differs, which is about 1e-6 here
 # and 1e-5 in deep networks. What bf16 rounds away is measured on the export itself; the engine rounds at other places.
@@ -244,9 +244,6 @@ def check(folder: Path, probe: Path) -> dict:
     if flags.get("revision"):
         hub.fetch(flags["model"], None, flags["revision"])
     if recipe not in ("cmgan", "diffusion_buffer"):
-        skip_unused_imports()
-        if flags.get("quantize", "none") == "none":
-            skip_bitsandbytes()
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()

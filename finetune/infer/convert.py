@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 from common.artifacts import find_recipe
 from common.config import parse_words
 from common.errors import UserError, command_parser, run_command, unknown_flag
-from common.runtime import forbid_codec_imports, skip_unused_imports
+from common.runtime import forbid_codec_imports
 
 ENHANCERS = ("cmgan", "diffusion_buffer")
 
@@ -106,20 +106,16 @@ def convert(args) -> None:
         return convert_onnx(args) if args.onnx else convert_official(args)
     name = read_recipe(str(args.run))
     entry = choose(args.run, args.step)
-    if name not in ENHANCERS:
-        skip_unused_imports()
     import torch
 
-    from common import checkpoint, engine, hub
+    from common import checkpoint, hub
     from common.artifacts import build_config
+    from common.ema import Ema
     from common.runs import chosen_facts
     from common.runtime import Process
-    from common.single_process import PlainEngine
 
     recipe, record = importlib.import_module(name), json.loads((args.run / "config.json").read_text(encoding="utf-8"))
     config, process = build_config(recipe.Config, record["config"]), Process(0, 1, torch.device("cpu"))
-    if name not in ENHANCERS:
-        skip_unused_imports(config)
     config = hub.pin(config, process)
     print(f"exporting step {entry['step']} of {args.run}", flush=True)
     facts = chosen_facts(entry["step"], entry["score"], config)
@@ -130,17 +126,8 @@ def convert(args) -> None:
     for tag, network in networks.items():
         averaged = bool(config.ema) and tag != "d"  # CMGAN's discriminator has no average
         fill(network, checkpoint.masters(path, tag, averaged), path)
-    engines = {tag: PlainEngine(engine.LossModule(network, None), None, config) for tag, network in networks.items()}
-    first = next(iter(engines.values()))
-    recipe.export(
-        first if len(engines) == 1 else engines,
-        engine.Ema(first, 0.0),
-        config,
-        out,
-        checkpoint=facts,
-        process=process,
-        **more,
-    )
+    model = networks if len(networks) > 1 else networks[checkpoint.TAG]
+    recipe.export(model, Ema(None, 0.0), config, out, checkpoint=facts, process=process, **more)
     print(f"export in {out}")
 
 
@@ -167,22 +154,23 @@ def rebuild(recipe, config, record: dict, process) -> tuple[dict, dict]:
     """The networks as the recipe builds them, by the names of their parts of a checkpoint, and what else its `export`
     needs. Whole and in one process, whatever the run's ZeRO stage."""
     from common.checkpoint import TAG
-    from common.single_process import DS
+    from common.ds_config import WHOLE
 
     if recipe.__name__ in ("dia_lora", "dia_full"):
         tag_map = record["identity"]["fingerprint"]["tag_map"]
-        return {TAG: recipe.build_model(config, DS, tag_map)}, {"tag_map": tag_map, "codec": record.get("codec") or {}}
+        more = {"tag_map": tag_map, "codec": record.get("codec") or {}}
+        return {TAG: recipe.build_model(config, WHOLE, tag_map)}, more
     if recipe.__name__ == "llama_mot":  # parts that are not trained are not in the checkpoint: they are made again
-        model = recipe.build_model(config, DS)
+        model = recipe.build_model(config, WHOLE)
         clips = recipe.build_data(config.data, model, recipe.Tokenizer(config.model), config, process, train=True)
         recipe.init_adapter(model, config, clips)
         return {TAG: model}, {"clips": clips}
     if recipe.__name__ == "diffusion_buffer":
         spec = recipe.spec_of(config)
-        return {TAG: recipe.build_model(config, DS, spec)}, {"spec": spec}
+        return {TAG: recipe.build_model(config, WHOLE, spec)}, {"spec": spec}
     if recipe.__name__ == "cmgan":
-        return dict(zip("gd", recipe.build_model(config, DS), strict=True)), {}
-    return {TAG: recipe.build_model(config, DS)}, {"codec": record.get("codec") or {}}
+        return dict(zip("gd", recipe.build_model(config, WHOLE), strict=True)), {}
+    return {TAG: recipe.build_model(config, WHOLE)}, {"codec": record.get("codec") or {}}
 
 
 def fill(network, weights: dict, path: Path) -> None:

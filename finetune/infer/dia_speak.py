@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 
 from common.data_commands import require_folder_of
 from common.errors import UserError, between, command_parser, run_command
-from common.runtime import forbid_codec_imports, skip_unused_imports
+from common.runtime import forbid_codec_imports
 from models.dia.flags import GUIDANCE, TEMPERATURE, TOP_K, TOP_P
 
 PAUSE = 0.2  # seconds of silence between the parts of a long text
@@ -105,7 +105,6 @@ def merge(args) -> None:
         raise UserError("--merge needs --adapter: a model folder has no adapter to merge.")
     if args.merge.exists():
         raise UserError(f"--merge {args.merge} exists already.")
-    skip_unused_imports()
     import torch
 
     from common.codec import recorded_codec
@@ -124,7 +123,6 @@ def say_text(args) -> None:
     require_folder_of(args.wav)
     if bool(args.voice) != bool(args.voice_text):
         raise UserError("--voice and --voice-text go together: the model needs the transcript of the recording.")
-    skip_unused_imports()
     import numpy as np
     import torch
 

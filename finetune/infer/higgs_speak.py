@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 from common.artifacts import read_json
 from common.data_commands import require_folder_of
 from common.errors import UserError, between, command_parser, run_command
-from common.runtime import forbid_codec_imports, skip_unused_imports
+from common.runtime import forbid_codec_imports
 
 FRAMES_PER_SECOND = 25  # of the Higgs codec
 
@@ -100,7 +100,6 @@ def merge(args) -> None:
         raise UserError(f"--merge {out} exists already.")
     if not args.adapter:
         raise UserError("--merge needs --adapter.")
-    skip_unused_imports()
     import torch
 
     from common.codec import recorded_codec
@@ -125,7 +124,6 @@ def say_text(args) -> None:
     if len(args.ref) != len(args.ref_text):
         raise UserError("--ref and --ref-text go together: the model needs the transcript of each reference.")
     check_speakers(args.text, len(args.ref), "--text")
-    skip_unused_imports()
     import numpy as np
     import torch
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 
 from common.data_commands import require_folder_of
 from common.errors import UserError, between, command_parser, run_command
-from common.runtime import forbid_codec_imports, skip_unused_imports
+from common.runtime import forbid_codec_imports
 
 
 def parse_args():
@@ -74,7 +74,6 @@ def make_music(args) -> None:
     require_folder_of(Path(args.wav))
     if args.min_seconds > args.seconds:
         raise UserError(f"--min-seconds {args.min_seconds:g} is more than --seconds {args.seconds:g}.")
-    skip_unused_imports()
     import numpy as np
     import torch
 
@@ -142,7 +141,6 @@ def decode(codes, weights: Path, wav: Path) -> None:
 
 def merge(args) -> None:
     """Writes the folder --merge-tables."""
-    skip_unused_imports()
     import torch
 
     from models.mot.weights import load_adapter, merge_tables

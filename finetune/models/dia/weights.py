@@ -17,7 +17,6 @@ from common.engine import gathered
 from common.errors import UserError
 from common.hub import find_file, load_pretrained
 from common.runtime import Process, on_main, say
-from common.zero3 import suited_to_device
 from models.dia.layout import read_tag_map
 
 EMBED, HEAD = "model.decoder.embeddings.embed.weight", "logits_dense.weight"
@@ -119,7 +118,7 @@ def widen(model, ds: dict) -> None:
     old_embed, old_head = embeddings.embed.weight, model.logits_dense.weight
     rows, width = getattr(old_embed, "ds_shape", old_embed.shape)
     options = {"dtype": old_embed.dtype, "device": None if sharded else old_embed.device}
-    with deepspeed.zero.Init(config_dict_or_path=suited_to_device(ds)) if sharded else nullcontext():
+    with deepspeed.zero.Init(config_dict_or_path=ds) if sharded else nullcontext():
         embed = nn.Embedding(2 * rows, width, **options)
         head = nn.Linear(width, 2 * rows, bias=False, **options)
     for new, old, scale in ((embed.weight, old_embed, 0.5), (head.weight, old_head, 1.0)):

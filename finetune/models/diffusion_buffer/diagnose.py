@@ -21,12 +21,13 @@ import torch
 
 from common import engine, memory, optim, speech_metrics
 from common.ds_config import resolve_ds
+from common.ema import Ema
 from common.errors import UserError
 from common.evaluation import evaluating
 from common.feed import to_device
 from common.keyed_random import generator
 from common.pairs import PairDataset
-from common.runtime import Process, free_memory, memory_gb, say
+from common.runtime import Process, memory_gb, say
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.data import Clips, check_lengths
 from models.diffusion_buffer.enhance import Buffer, Stream, Traced, enhance, enhance_at
@@ -345,28 +346,18 @@ def check_memory(spec: Spec, network, config, compute_loss: Callable, process: P
     loss_fn = functools.partial(compute_loss, spec=spec)
     batch = synthetic_batch(spec, config.micro_batch) | {"autocast": config.precision == "bf16"}
     ds = resolve_ds(config.ds, dataclasses.replace(config, accumulation=1), process.world)
-    total, trained = memory.count_parameters(network)
-    need = memory.predict(total, trained, ds, 4, 8.0, process.world)
-    with torch.device("meta"):
-        unallocated = build_network(spec.network, spec.width, spec.block)
-    predicted = sum(need.values()) + 4 * trained * bool(config.ema)
-    predicted += memory.activation_bytes(unallocated, loss_fn, batch)
-    room = free_device_memory(process)
-    if predicted > room:  # a CPU process that tried it would be killed
-        return False, (
-            f"a step of --micro-batch {config.micro_batch} needs about {predicted / 2**30:.2f} GB,"
-            f" {room / 2**30:.2f} GB are free: lower --micro-batch"
-        )
     network = copy.deepcopy(network).to(process.device).train()
     memory.forget_peak(process)
     (start,) = memory_gb(process).values()
     groups = optim.parameter_groups(network, config.weight_decay, no_decay=("GroupNorm", "out_layers.0"))
     ds_engine = engine.start_engine(network, loss_fn, optim.build_optimizer(groups, config, ds), ds)
-    ema = engine.Ema(ds_engine, config.ema)
+    ema = Ema(ds_engine, config.ema)
     began = time.monotonic()
-    output = ds_engine(to_device(batch, process.device))
+    output, problem = memory.try_in_memory(lambda: ds_engine(to_device(batch, process.device)))
+    if problem:
+        return False, f"--micro-batch {config.micro_batch} does not fit into memory ({problem}): lower it"
     weight = config.micro_batch * spec.bins * spec.buffer
-    engine.backward(ds_engine, output.loss_sum, weight, process.world)
+    engine.backward(ds_engine, output.loss_sum, weight, process.world, last=True)
     engine.take_step(ds_engine)
     ema.update(0)
     seconds, (training,) = time.monotonic() - began, memory_gb(process).values()
@@ -377,14 +368,10 @@ def check_memory(spec: Spec, network, config, compute_loss: Callable, process: P
         enhance_at(network, sounds, spec, [spec.buffer], process.device)
     return True, (
         f"a step of --micro-batch {config.micro_batch} with optimizer states{' and EMA' if config.ema else ''} takes"
-        f" {seconds:.1f} s and {training - start:.2f} GB (predicted without scratch memory: {predicted / 2**30:.2f});"
+        f" {seconds:.1f} s and {training - start:.2f} GB;"
         f" the process peaks at {training:.2f} GB, in an evaluation of {together} files at a time at"
         f" {memory.peak_memory(process)}"
     )
-
-
-def free_device_memory(process: Process) -> float:
-    return torch.cuda.mem_get_info()[0] if process.device.type == "cuda" else free_memory()
 
 
 SPEED_FRAMES, SPEED_SECONDS = 200, 20.0  # as many frames as a 99th percentile needs, but no longer than this

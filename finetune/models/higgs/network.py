@@ -54,12 +54,6 @@ def run_layer(layer, x_rd: torch.Tensor, places: tuple, attention: dict) -> torc
     return x_rd + torch.cat([text_out, audio_out])
 
 
-def parts_of_layers(model) -> list[torch.nn.Module]:
-    """The modules of which `run_layer` calls each as one."""
-    layers = base_model(model).model.layers
-    return [part for layer in layers for part in (layer.self_attn, layer.mlp, layer.audio_mlp)]
-
-
 def attention_inputs(implementation: str, batch: dict) -> dict:
     """The arguments that keep attention causal and, in a packed batch, within its row.
 

@@ -15,7 +15,7 @@ from common import hub
 from common.codec import hash_weights, local_codec
 from common.engine import gathered, shard
 from common.errors import UserError
-from common.hub import load_pretrained, on_paper
+from common.hub import load_pretrained
 from common.keyed_random import torch_seed
 from common.runtime import say
 from models.mot.layout import Layout
@@ -71,8 +71,6 @@ class Donor:
         config = config.get("decoder", config)
         self.width, self.ffn, self.layers = (config[k] for k in ("hidden_size", "ffn_dim", "num_hidden_layers"))
         self.activation = config.get("activation_function", "gelu")
-        if on_paper():
-            return
         try:
             self.files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
         except SafetensorError as error:
@@ -91,8 +89,6 @@ class Donor:
             "final_layer_norm.weight": (self.width,),
             "final_layer_norm.bias": (self.width,),
         }
-        if on_paper():
-            return {name: torch.empty(shape) for name, shape in shapes.items()}
         block = {}
         for name in COPIED:
             full = f"{self.prefix}{layer}.{name}"
@@ -154,8 +150,7 @@ def build_mot(llama, layout: Layout, expert: Expert, untie: str, full_vocab: boo
     if copied != expected:
         raise RuntimeError(f"{copied} of {expected} tensors were copied")
     model = MoTLlama(llama, layout, expert, untie, layers, full_vocab)
-    if not on_paper():
-        new_rows(model, seed)
+    new_rows(model, seed)
     for table in (model.audio_embed, model.codebook_embed, model.head):
         table.weight.data = table.weight.data.to(device=_device(llama), dtype=_dtype(llama))
     return shard(model, ds)

@@ -219,14 +219,6 @@ def run_layer(audio: AudioLayer, layer, x, route: Route, mask, rope, cache=None)
     return feed(audio, layer, attend(audio, layer, x, route, mask, rope, cache), route)
 
 
-def parts_of_layers(model: "MoTLlama") -> list[nn.Module]:
-    """The modules of which `run_layer` calls each as one."""
-    parts = []
-    for audio, layer in zip(model.layers, model.llama.model.layers, strict=True):
-        parts += [layer.mlp, audio.ffn] if audio.attn else [layer.self_attn, layer.mlp, audio.ffn]
-    return parts
-
-
 # ---- the model -------------------------------------------------------------------------------------------------
 
 

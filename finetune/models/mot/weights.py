@@ -40,10 +40,10 @@ def base_fingerprint(llama) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------
 
 
-def adapter_weights(engine, keep: bool = True) -> dict[str, torch.Tensor]:
+def adapter_weights(model, keep: bool = True) -> dict[str, torch.Tensor]:
     """The whole adapter in fp32: master weights, and parameters that were frozen. Every rank must call it."""
-    weights = full_weights(engine, keep=keep)
-    for name, parameter in engine.module.model.adapter().items():
+    weights = full_weights(model, keep=keep)
+    for name, parameter in model.adapter().items():
         if not parameter.requires_grad:
             with gathered([parameter]):
                 if keep:

@@ -37,6 +37,7 @@ def main() -> None:
     from common import checkpoint, engine, optim
     from common.contracts import LossOutput
     from common.ds_config import resolve_ds
+    from common.ema import Ema
     from common.runtime import init_process
 
     ranks = init_process()
@@ -46,12 +47,12 @@ def main() -> None:
     ds = resolve_ds(str(ROOT / "ds_configs/zero2.json"), config, 1)
     optimizer = optim.build_optimizer(optim.parameter_groups(model, 0.0, ()), config, ds)
     ds_engine = engine.start_engine(model, lambda net, x: LossOutput(net(x).square().sum(), {}), optimizer, ds)
-    ema = engine.Ema(ds_engine, 0.0)
+    ema = Ema(ds_engine, 0.0)
     scratch = Path(tempfile.mkdtemp(prefix="bench-checkpoint-"))
 
     def step() -> float:
         began = time.perf_counter()
-        engine.backward(ds_engine, ds_engine(torch.randn(256, width)).loss_sum, 1.0, 1)
+        engine.backward(ds_engine, ds_engine(torch.randn(256, width)).loss_sum, 1.0, 1, last=True)
         engine.take_step(ds_engine)
         return time.perf_counter() - began
 
@@ -87,7 +88,7 @@ def report_cost(every: int = 12, saves: int = 5) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         words = ["--steps", every * saves + every // 2, "--save-every", every, "--eval-every", 0, "--samples", 0]
-        words += ["--no-export", "--out", run]
+        words += ["--out", run]
         codes, outputs = support.finish(support.start_ranks(ROOT / "finetune" / "dia_lora.py", words))
         assert codes == [0, 0], outputs[0][-2000:]
         seconds = {record["step"]: record["step_s"] for record in support.step_records(run)}

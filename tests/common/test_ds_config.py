@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.config import RunConfig
-from common.ds_config import BF16_RANKS, fit_buckets, offloads_optimizer, resolve_ds, stage_of
+from common.ds_config import fit_buckets, offloads_optimizer, resolve_ds, stage_of
 from common.errors import UserError
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
@@ -132,16 +132,19 @@ def test_a_stage_that_would_lose_gradients_in_bf16_is_refused(stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_bf16_gradients_are_added_up_in_fp32_and_sent_in_fp32_between_many_ranks(stage, tmp_path):
+def test_bf16_gradients_are_added_up_and_sent_in_fp32(stage, tmp_path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    content = {"zero_optimization": {"stage": stage}}
-    few, many = (resolve(tmp_path, content, world=world) for world in (BF16_RANKS, BF16_RANKS + 1))
-    assert few["data_types"] == many["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert "communication_data_type" not in few and many["communication_data_type"] == "fp32"
-    found = DeepSpeedConfig(resolve(tmp_path, content | {"communication_data_type": "fp32"}, world=1))
+    found = DeepSpeedConfig(resolve(tmp_path, {"zero_optimization": {"stage": stage}}, world=1))
     assert found.grad_accum_dtype == "fp32" and str(found.communication_data_type) == "torch.float32"
-    assert "data_types" not in resolve(tmp_path, content, precision="fp32")
+    assert "data_types" not in resolve(tmp_path, {"zero_optimization": {"stage": stage}}, precision="fp32")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_the_shipped_files_say_so_themselves(file):
+    """The HF Trainer reads them too, without what `resolve_ds` fills in."""
+    ds = json.loads(file.read_text())
+    assert ds["data_types"]["grad_accum_dtype"] == ds["communication_data_type"] == "fp32"
 
 
 def test_a_users_own_precision_of_sums_stays(tmp_path):
@@ -150,11 +153,29 @@ def test_a_users_own_precision_of_sums_stays(tmp_path):
     assert found["data_types"]["grad_accum_dtype"] == found["communication_data_type"] == "bf16"
 
 
+def zero_of(ds, trained, device="cuda"):
+    return fit_buckets(ds, trained, device)["zero_optimization"]
+
+
 def test_a_bucket_is_no_larger_than_all_gradients_and_then_nothing_overlaps():
     shipped = resolve_ds("ds_configs/zero2.json", RunConfig(), 2)
-    small, large = fit_buckets(shipped, 10_000_000)["zero_optimization"], fit_buckets(shipped, 10**9)
+    before = json.dumps(shipped)
+    small, large = zero_of(shipped, 10_000_000), zero_of(shipped, 10**9)
     assert small["reduce_bucket_size"] == 10_000_000 and small["overlap_comm"] is False
-    assert large == shipped and shipped["zero_optimization"]["overlap_comm"] is True, "the original stays"
-    sharded = fit_buckets(resolve_ds("ds_configs/zero3.json", RunConfig(), 2), 10_000_000)["zero_optimization"]
+    assert large["reduce_bucket_size"] == 200_000_000 and large["overlap_comm"] is True
+    assert json.dumps(shipped) == before, "the original stays"
+    sharded = zero_of(resolve_ds("ds_configs/zero3.json", RunConfig(), 2), 10_000_000)
     assert sharded["reduce_bucket_size"] == 10_000_000
     assert sharded["overlap_comm"] is True, "ZeRO-3 gathers weights ahead with it"
+
+
+def test_what_the_file_sets_stays(tmp_path):
+    own = {"stage": 2, "overlap_comm": True, "reduce_scatter": True, "allgather_partitions": True}
+    ds = resolve(tmp_path, {"zero_optimization": own})
+    assert zero_of(ds, 100, "cpu") == own | {"reduce_bucket_size": 100}
+
+
+def test_only_a_cpu_gets_the_settings_of_gloo():
+    ds = resolve_ds("ds_configs/zero2.json", RunConfig(), 2)
+    assert not {"reduce_scatter", "allgather_partitions"} & set(zero_of(ds, 100))
+    assert zero_of(ds, 100, "cpu")["reduce_scatter"] is zero_of(ds, 100, "cpu")["allgather_partitions"] is False

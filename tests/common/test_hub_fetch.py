@@ -82,11 +82,6 @@ def test_one_rank_of_each_machine_downloads_and_all_load_from_disk(four_ranks):
     assert {Path(folder).name for folder in found} == {COMMIT}
 
 
-def test_a_model_on_paper_needs_no_weights(four_ranks):
-    four_ranks("someone/model", weights=False)
-    assert Download.started == [("someone/model", "", True)] * 2
-
-
 def test_a_failure_on_one_machine_is_raised_on_every_rank(four_ranks, monkeypatch):
     monkeypatch.setattr(Download, "problem", "someone/model is gated: ask for access.")
     found = four_ranks("someone/model", flag="--musicgen")

@@ -14,15 +14,12 @@ from common.errors import UserError
 from common.optim import (
     build_optimizer,
     describe_optimizer,
-    drop_on_plateau,
     learning_rate,
     optimizer_state,
     parameter_groups,
     plateau_rate,
     set_learning_rate,
-    state_bytes_per_weight,
     stepped_rate,
-    turning_points,
     warmup_steps,
 )
 
@@ -106,7 +103,7 @@ def test_warmup_is_a_share_below_one_and_steps_from_one_on(warmup, steps, expect
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1000, 0.03), (100, 10), (100, 0), (12, 0.5)])
 def test_the_curve_rises_to_the_peak_and_falls_to_the_minimum(steps, warmup):
-    config = RunConfig(lr=2e-4, warmup=warmup, min_lr_ratio=0.1)
+    config = RunConfig(lr=2e-4, warmup=warmup)
     warm = warmup_steps(warmup, steps)
     curve = [learning_rate(step, steps, config) for step in range(steps)]
     assert curve[0] == pytest.approx(2e-4 / max(warm, 1))
@@ -147,7 +144,6 @@ def test_drops_are_torchs_step_lr_a_warm_up_comes_first_and_a_cosine_is_the_usua
         schedule.step()
     found = [stepped_rate(step, 70, 7.0, config) for step in range(70)]
     assert found[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3]) and found[5:] == pytest.approx(expected[5:])
-    assert turning_points(lambda s: stepped_rate(s, 70, 7.0, config), 70, config) == [0, 4, 21, 42, 63, 69]
     config.schedule = "cosine"
     assert [stepped_rate(s, 70, 7.0, config) for s in range(70)] == [learning_rate(s, 70, config) for s in range(70)]
 
@@ -162,22 +158,6 @@ class Watched(RunConfig):
     drop: float = flag(0.5, "")
 
 
-def test_drops_are_torchs_reduce_on_plateau():
-    """torch's patience counts the worse scores that are forgiven, ours those that make a drop."""
-    scores = [5.0, 4.0, 4.5, 4.2, 3.9, 3.9, 4.1, 4.0, 3.95, 3.0, 3.5, 3.5, 3.5, 3.5, 3.5, 3.5, 3.5]
-    config = Watched(lr=1e-3, warmup=0.0, min_lr_ratio=0.1)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1e-3)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0, min_lr=1e-4)
-    state, best = {"stale": 0, "drops": 0}, float("inf")
-    for score in scores:
-        schedule.step(score)
-        drop_on_plateau(state, score < best, config.patience)
-        best = min(best, score)
-        assert plateau_rate(5, 10, state["drops"], config) == pytest.approx(optimizer.param_groups[0]["lr"])
-    assert state["drops"] >= 4
-
-
 def test_a_warm_up_and_a_cosine_know_no_drops():
     config = Watched(lr=1e-3, warmup=4.0)
     assert [plateau_rate(step, 10, 1, config) for step in range(5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 5e-4])
@@ -189,20 +169,20 @@ def test_a_warm_up_and_a_cosine_know_no_drops():
 
 
 @pytest.mark.parametrize(
-    ("build", "names", "size"),
+    ("build", "names"),
     [
-        (lambda p: torch.optim.AdamW(p, fused=True), {"exp_avg", "exp_avg_sq"}, 8),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, 12),
-        (lambda p: torch.optim.SGD(p, lr=0.1), set(), 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"momentum_buffer"}, 4),
-        (lambda p: __import__("bitsandbytes").optim.AdamW8bit(p), {"state1", "state2"}, 2),
-        (lambda p: __import__("bitsandbytes").optim.PagedAdamW8bit(p), {"state1", "state2"}, 2),
+        (lambda p: torch.optim.AdamW(p, fused=True), {"exp_avg", "exp_avg_sq"}),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        (lambda p: torch.optim.SGD(p, lr=0.1), set()),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"momentum_buffer"}),
+        (lambda p: __import__("bitsandbytes").optim.AdamW8bit(p), {"state1", "state2"}),
+        (lambda p: __import__("bitsandbytes").optim.PagedAdamW8bit(p), {"state1", "state2"}),
     ],
 )
-def test_any_optimizer_says_what_it_keeps_per_weight_and_is_left_as_it_was(build, names, size):
+def test_any_optimizer_says_what_it_keeps_per_weight_and_is_left_as_it_was(build, names):
     weight = nn.Parameter(torch.randn(64, 64))
     asked, untouched = build([weight]), build([nn.Parameter(weight.detach().clone())])
-    assert set(optimizer_state(asked)) == names and state_bytes_per_weight(asked) == size
+    assert set(optimizer_state(asked)) == names
     assert not asked.state and asked.param_groups[0]["params"][0] is weight
     for optimizer in (asked, untouched):
         optimizer.param_groups[0]["params"][0].grad = torch.ones(64, 64)

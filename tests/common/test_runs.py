@@ -3,12 +3,10 @@
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -82,28 +80,21 @@ def test_a_run_that_resumes_with_other_threads_says_so(tmp_path, one_rank, capsy
         assert (f"{torch.get_num_threads()} threads per rank instead of 7" in capsys.readouterr().out) == said
 
 
-def test_a_spike_is_measured_against_the_median_of_the_last_norms_also_after_a_resume(tmp_path, one_rank):
+def test_skipped_steps_are_kept_and_three_in_a_row_end_the_run(tmp_path, one_rank):
     from common.metrics import Meter
-    from common.runs import NORMS, Run
+    from common.runs import Run
 
-    def fake_batch(name):
-        return {"ids": [name], "positions": 1, "input_ids": torch.arange(3)}
-
-    ds, config = {"zero_optimization": {"stage": 2}}, RunConfig(out=str(tmp_path), max_spike=3.0, max_skips=1)
+    batches = [{"ids": [name], "positions": 1, "input_ids": torch.arange(3)} for name in "ab"]
+    ds, config = {"zero_optimization": {"stage": 2}}, RunConfig(out=str(tmp_path))
     run = Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4)
     meter = Meter()
-    meter.losses, meter.ids = [torch.zeros(())], [["a"]]
-    norms = np.random.default_rng(0).lognormal(size=NORMS + 20).tolist()
-    for number, norm in enumerate(norms):
-        assert run.max_norm() == (math.inf if number < 8 else 3 * np.median(norms[max(0, number - NORMS) : number]))
-        run.skip(number + 1, meter, [fake_batch("a"), fake_batch("b")], norm)  # never ends the run
-    write_checkpoint(tmp_path, identity=run.identity, norms=list(run.norms))
-    resumed = Run("dia_lora", config, ds, one_rank, {"optimizer": {}}, steps=4)
-    assert resumed.max_norm() == run.max_norm() == 3 * np.median(norms[-NORMS:])
-    run.config = RunConfig(out=str(tmp_path))
-    assert run.max_norm() == math.inf, "off unless asked for"
-    written = torch.load(tmp_path / "skipped" / "step-00000003.pt", weights_only=True)
-    assert written["step"] == 3 and [batch["ids"] for batch in written["micro_batches"]] == [["a"], ["b"]]
+    meter.losses, meter.ids = [torch.tensor(float("nan"))], [["a"]]
+    run.skip(1, meter, batches)
+    run.skip(2, meter, batches)
+    with pytest.raises(UserError, match="3 steps in a row"):
+        run.skip(3, meter, batches)
+    written = torch.load(tmp_path / "skipped" / "step-00000002.pt", weights_only=True)
+    assert written["step"] == 2 and [batch["ids"] for batch in written["micro_batches"]] == [["a"], ["b"]]
 
 
 def test_the_run_folder_is_out_or_named_after_recipe_and_time(one_rank):

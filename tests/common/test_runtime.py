@@ -129,44 +129,6 @@ def test_only_secrets_are_replaced(monkeypatch):
     assert redact("x hf_abcdefgh-0123456789 visible1") == "x <HF_TOKEN>-<WANDB_API_KEY> visible1"
 
 
-NEEDED = ("quantize='4bit'", "optimizer='adamw8bit'", "fit='24GB'")
-
-
-@pytest.mark.parametrize("flags", ["", *(pytest.param(flags, marks=pytest.mark.long) for flags in NEEDED)])
-def test_only_what_a_run_does_not_need_is_hidden_from_the_libraries(flags):
-    body = f"""
-import importlib.util
-from types import SimpleNamespace
-from common.runtime import forbid_codec_imports, skip_unused_imports
-
-forbid_codec_imports()
-defaults = {{"optimizer": "adamw", "quantize": "none", "fit": ""}}
-skip_unused_imports(SimpleNamespace(**defaults | dict({flags})))
-import pyarrow, sys
-assert pyarrow.array(["a"]).to_numpy(zero_copy_only=False) == ["a"] and "pandas" not in sys.modules
-import pandas, scipy.optimize
-print([importlib.util.find_spec(name) is not None for name in ("bitsandbytes", "trio")])  # as PEFT asks
-"""
-    env = os.environ | {"PYTHONPATH": ":".join(sys.path), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True)
-    assert done.stdout == f"[{bool(flags)}, False]\n", done.stdout + done.stderr
-
-
-def test_a_process_that_only_calls_functions_of_a_script_hides_nothing():
-    body = """
-import sys
-from common.runtime import skip_bitsandbytes, skip_unused_imports
-from types import SimpleNamespace
-
-skip_unused_imports(SimpleNamespace(optimizer="adamw", fit=""))
-skip_bitsandbytes()
-print({"trio", "bitsandbytes", "scipy", "transformers", "pyarrow"} & set(sys.modules))
-"""
-    env = os.environ | {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", body], env=env, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stdout + done.stderr
-
-
 ORPHAN = """
 import os, subprocess, sys, time
 if sys.argv[1] == "shell":  # launch.sh starts the ranks itself

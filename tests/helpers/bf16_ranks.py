@@ -88,7 +88,7 @@ def long_forward(process, scorer, recipe: str, config: dict, out: str) -> None:
     with torch.no_grad():
         loss = float(ds_engine(batch).loss_sum) / clips.target_weight([0])
     facts = {
-        "trained": sorted({str(p.dtype) for p in engine.trainable(ds_engine).values()}),
+        "trained": sorted({str(p.dtype) for p in engine.trainable(ds_engine.module.model).values()}),
         "buffers": {name: str(b.dtype) for name, b in inner.named_buffers() if b.is_floating_point()},
         "positions": batch["positions"],
     }
@@ -118,11 +118,11 @@ def noting_gradients(module, process):
     """Inside, the first optimizer step of a run leaves its gradients, as they are before clipping, in _gradients."""
     take_step = engine.take_step
 
-    def noting(ds_engine, *limit):
+    def noting(ds_engine):
         if not _gradients:
-            parameters = engine.trainable(ds_engine)
+            parameters = engine.trainable(ds_engine.module.model)
             _gradients.update((name, engine.full_gradient(p).float().clone()) for name, p in parameters.items())
-        return take_step(ds_engine, *limit)
+        return take_step(ds_engine)
 
     _gradients.clear()
     engine.take_step = noting
@@ -134,7 +134,7 @@ def noting_gradients(module, process):
 
 def write_training(ds_engine, config, process) -> None:
     """RUN/training.pt: the gradients of the first step and the fp32 master weights after the last."""
-    weights = engine.full_weights(ds_engine)
+    weights = engine.full_weights(ds_engine.module.model)
     if process.is_main:
         torch.save({"gradients": _gradients, "weights": weights}, Path(config.out) / "training.pt")
 

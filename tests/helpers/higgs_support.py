@@ -112,10 +112,10 @@ def text_only_rank(process, scorer, model: str, ds: str, out: str) -> None:
     for step in range(3):
         batch = text_only(clips) if process.rank else clips.batch([step, step + 1])
         output = ds_engine(batch)
-        engine.backward(ds_engine, output.loss_sum, clips.target_weight([step, step + 1]), process.world)
+        engine.backward(ds_engine, output.loss_sum, clips.target_weight([step, step + 1]), process.world, last=True)
         engine.take_step(ds_engine)
         losses.append(float(stats_of(output)[0].sum()))
-    weights = engine.full_weights(ds_engine)
+    weights = engine.full_weights(ds_engine.module.model)
     if process.is_main:
         Path(out).mkdir()
         save_file(weights, f"{out}/weights.safetensors")

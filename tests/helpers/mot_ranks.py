@@ -57,13 +57,13 @@ def uneven(process, scorer, demo: str, out: str, ds: str, untie: str, recompute:
     for step in range(UNEVEN_STEPS):
         batches = [uneven_batch(model, step, rank) for rank in range(process.world)]
         output = ds_engine(batches[process.rank])
-        engine.backward(ds_engine, output.loss_sum, sum(map(targets, batches)), process.world)
+        engine.backward(ds_engine, output.loss_sum, sum(map(targets, batches)), process.world, last=True)
         optim.set_learning_rate(ds_engine, config.lr)
         engine.take_step(ds_engine)
-    weights = adapter_weights(ds_engine)
+    weights = adapter_weights(model)
     # No rank has music: nothing of an earlier step may come back as a gradient.
     output = ds_engine(text_batch(model, [[5, 6, 7 + process.rank]]))
-    engine.backward(ds_engine, output.loss_sum, 1.0, process.world)
-    stale = max(float(engine.full_gradient(p).abs().max()) for p in engine.trainable(ds_engine).values())
+    engine.backward(ds_engine, output.loss_sum, 1.0, process.world, last=True)
+    stale = max(float(engine.full_gradient(p).abs().max()) for p in engine.trainable(ds_engine.module.model).values())
     out.mkdir(exist_ok=True)
     save_file(weights | {"stale": torch.tensor(stale)}, out / f"{process.rank}.safetensors")

@@ -96,7 +96,7 @@ def test_two_ranks_export_the_checkpoint_that_speaks_best(demo, models, two_rank
 def test_a_run_that_was_stopped_before_its_scores_came_ends_like_one_that_was_not(
     demo, models, process, tmp_path, monkeypatch
 ):
-    flags = dia_flags(demo, models, tmp_path / "stopped") | {"export": False}
+    flags = dia_flags(demo, models, tmp_path / "stopped")
     whole = train(dia_lora, process, **flags | {"out": str(tmp_path / "whole")})
     idle = tmp_path / "idle.py"
     idle.write_text("import pathlib, sys, time\n(pathlib.Path(sys.argv[1]) / 'scores/ready').touch()\ntime.sleep(99)\n")

@@ -89,7 +89,7 @@ SETTINGS = {
 }
 # 2 ranks x 4 micro-batches per optimizer step. Decay and rates per group are the fp32 tests' business.
 TRAINING = {"precision": "bf16", "accumulation": 4, "steps": 3, "warmup": 1.0, "micro_tokens": 400, "weight_decay": 0.0}
-TRAINING |= {"samples": 0, "eval_every": 0, "save_every": 0, "export": False}
+TRAINING |= {"samples": 0, "eval_every": 0, "save_every": 0}
 
 
 @pytest.fixture(scope="module")

@@ -430,7 +430,6 @@ def test_dry_run_prints_sizes_memory_and_the_schedule_and_writes_nothing(trained
         ({"model": "nowhere"}, "neither a checkpoint file nor a folder"),
         ({"hold_out": ["nobody"]}, "no id in"),
         ({"test_data": "nowhere"}, "nowhere"),
-        ({"test_data": "nowhere", "export": False}, "which --no-export leaves out"),
         ({"gan_gate_open": 0.5}, "--gan-gate-close 0.6 is above --gan-gate-open 0.5"),
     ],
 )

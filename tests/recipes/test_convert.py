@@ -6,13 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import dia_lora
 from common.ds_config import resolve_ds
 from common.errors import UserError
-from common.runtime import Process, init_process
+from common.runtime import init_process
 from helpers import dia_support, higgs_support, mot_support, support
 from helpers.cmgan_support import SMALL as CMGAN
 from helpers.rank_server import Runs
@@ -180,15 +179,3 @@ def runs(demo, higgs_demo, demo_mot, pairs, two_ranks, tmp_path_factory):
 )
 def test_every_recipe_converts_to_what_it_exported(runs, recipe, name, by, tmp_path):
     assert_converts(runs(recipe, name), tmp_path, by)
-
-
-@pytest.mark.long
-def test_a_run_without_deepspeed_converts_to_what_it_exported(demo_mot, tmp_path):
-    import llama_mot
-    from common.single_process import DS
-
-    config = {**mot_support.SMALL, **mot_support.assets(demo_mot), **THREE, "accumulation": 1, "ema": 0.9}
-    config = llama_mot.Config(**config, deepspeed=False, out=str(tmp_path / "run"))
-    with support.scored(llama_mot, None, BEST_OF_THREE["values"]):
-        llama_mot.train(config, Process(0, 1, torch.device("cpu")), DS)
-    assert_converts(tmp_path / "run", tmp_path, "loss")

@@ -49,7 +49,6 @@ ONE_STEP = {
     "steps": 1,
     "warmup": 0.0,
     "weight_decay": 0.0,
-    "min_lr_ratio": 1.0,
     "text_dropout": 0.0,
 }
 ELASTIC = {**SMALL, "steps": 6, "save_every": 2, "keep": 5, "ema": 0.9, "layer_decay": 0.8}

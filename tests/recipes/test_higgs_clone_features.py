@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import higgs_clone
 from common import engine
 from common.ds_config import resolve_ds
+from common.ema import Ema
 from common.errors import UserError
 from common.lora import base_model
 from common.runtime import Process, init_process
@@ -53,7 +54,7 @@ def refused(trained, **changes) -> str:
 
 def test_a_backward_that_does_nothing_ends_the_run_by_name(trained, monkeypatch):
     real = engine.backward
-    monkeypatch.setattr(engine, "backward", lambda e, loss, weight, world: real(e, 0 * loss, weight, world))
+    monkeypatch.setattr(engine, "backward", lambda e, loss, *more: real(e, 0 * loss, *more))
     assert "got no gradient in the first 3 steps" in refused(trained, steps=4)
 
 
@@ -189,7 +190,7 @@ def test_a_checkpoint_worse_than_the_base_is_never_the_best(monkeypatch, capsys)
         run = SimpleNamespace(config=config, process=None, first_eval=lambda: base, folder=None)
         run.tracker = SimpleNamespace(event=lambda *a, **k: events.append(k))
         monkeypatch.setattr(higgs_clone, "token_metrics", lambda *_: {"loss": 4.0, **values})
-        return higgs_clone.evaluate(None, [1], run, engine.Ema(None, 0.0), 7, False, [], SimpleNamespace(decide=False))
+        return higgs_clone.evaluate(None, [1], run, Ema(None, 0.0), 7, False, [], SimpleNamespace(decide=False))
 
     assert score(gap=0.29, stop_rate=1.0) == 4.0
     assert score(gap=0.2, stop_rate=1.0) is None and "worse than the base in gap" in capsys.readouterr().out

@@ -30,7 +30,6 @@ OVERFIT = {
     "samples": 0,
     "save_every": 0,
     "eval_every": 0,
-    "export": False,
     "greedy": True,
 }
 

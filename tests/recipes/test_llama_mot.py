@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -175,23 +174,6 @@ def test_ranks_with_uneven_modality_equal_the_masked_reference(runs, demo_mot, c
         optimizer.step()
         optimizer.zero_grad()
     assert_same(ours[0], {name: p.detach() for name, p in model.adapter().items()})
-
-
-def test_without_deepspeed_the_losses_are_the_same(demo_mot, plain, tmp_path):
-    """One process in which DeepSpeed cannot even be imported; 4 accumulation steps instead of 2 ranks x 2."""
-    arguments = ["--no-deepspeed", "--out", str(tmp_path / "run"), "--accumulation", "4"]
-    for name, value in {**assets(demo_mot), **SMALL, "samples": 1, "sample_frames": 4, "save_every": 2}.items():
-        if name != "accumulation":
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
-    bar = "import runpy, sys; sys.modules['deepspeed'] = None; sys.argv[0] = 'finetune/llama_mot.py';"
-    bar += " sys.path.insert(0, 'finetune'); runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [support.PYTHON, "-c", bar, *arguments]
-    # A second start finds the run finished, which it can only know from its checkpoint.
-    for _ in range(2):
-        done = subprocess.run(command, cwd=support.ROOT, env=support.environment(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "resuming after step 4" in done.stdout
-    assert_same_run(tmp_path / "run", plain)
 
 
 # ---- what comes out --------------------------------------------------------------------------------------------

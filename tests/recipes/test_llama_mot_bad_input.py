@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import llama_mot
-from common import single_process
 from common.ds_config import resolve_ds
 from common.errors import UserError
-from common.runtime import init_process
+from common.runtime import Process, init_process
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.mot_support import SMALL, assets
@@ -109,11 +108,6 @@ def test_models_of_another_kind(run, demo_mot, tmp_path):
     assert "--model" in run.refused(model=str(tmp_path / "nothing"))
 
 
-def test_no_deepspeed_needs_fp32(demo_mot):
-    with pytest.raises(UserError, match="add --precision fp32"):
-        single_process.one_process(llama_mot.Config(precision="bf16", deepspeed=False))
-
-
 def test_a_first_loss_that_cannot_be_is_refused(run, monkeypatch):
     monkeypatch.setattr("models.mot.build.NEW_ROW_SCALE", 40.0)
     assert f"instead of about {math.log(2048):.4f}" in run.refused()
@@ -171,7 +165,7 @@ def test_a_folder_of_legacy_codes_trains_as_its_token_dataset_does(run, clips, p
     by_hand = support.write_tokens(tmp_path / "hand", sorted(clips, key=lambda clip: clip["id"]), **ENCODEC)
     losses = []
     for name, data in (("a", by_hand), ("b", pre_encoded), ("c", pre_encoded)):
-        run(data=str(data), eval_data="", micro_tokens=200, steps=2, out=str(tmp_path / name), export=False)
+        run(data=str(data), eval_data="", micro_tokens=200, steps=2, out=str(tmp_path / name))
         losses.append([record["loss"] for record in support.step_records(tmp_path / name)])
     assert losses[0] == losses[1] == losses[2]
     assert capfd.readouterr().out.count("cache hit") == 1 and (tmp_path / "pre_encoded_audio.tokens").is_dir()
@@ -180,7 +174,7 @@ def test_a_folder_of_legacy_codes_trains_as_its_token_dataset_does(run, clips, p
 
 
 def test_legacy_codes_without_captions_or_a_place(pre_encoded, tmp_path, monkeypatch):
-    process, csv_file = single_process.Process(0, 1, "cpu"), tmp_path / "musiccaps-public.csv"
+    process, csv_file = Process(0, 1, "cpu"), tmp_path / "musiccaps-public.csv"
     assert find_captions(pre_encoded) == csv_file
     (pre_encoded / "copy.csv").write_bytes(csv_file.read_bytes())
     assert find_captions(pre_encoded).read_bytes() == csv_file.read_bytes()

@@ -152,7 +152,7 @@ done = []
 def seen(module, name):
     function = getattr(module, name)
     setattr(module, name, lambda *a, **k: done.append(name) or function(*a, **k))
-seen(engine, "take_step"), seen(engine.Ema, "update"), seen(diagnose, "enhance_at")
+seen(engine, "take_step"), seen(diagnose.Ema, "update"), seen(diagnose, "enhance_at")
 config = recipe.Config(width=16, frames=64, buffer=8, micro_batch=int(sys.argv[1]), precision="fp32")
 spec = signal.spec_of(config)
 network = build_network(spec.network, spec.width, spec.block)

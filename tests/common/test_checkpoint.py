@@ -402,6 +402,7 @@ def test_the_payload_would_run_if_it_were_let(tmp_path):
 def test_another_run_is_refused_with_the_field_and_both_values_unless_forced(saved, ranks, capsys, change, words):
     engine, average = build(1)
     before = weights(engine, average)
+    capsys.readouterr()
     with pytest.raises(UserError, match=words) as error:
         checkpoint.load(saved, engine, average, ranks, IDENTITY | change)
     assert str(saved) in str(error.value) and "--force-resume" in str(error.value)

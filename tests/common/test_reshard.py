@@ -25,21 +25,11 @@ def universal(tmp_path):
 @pytest.mark.parametrize(("rank", "world"), [(0, 1), (0, 4), (3, 4), (63, 64)])
 def test_a_rank_maps_the_files_and_copies_its_part(universal, monkeypatch, rank, world):
     folder, values = universal
-    parameters = {name: SimpleNamespace(ds_numel=value.numel()) for name, value in values.items()}
-    share = sum(math.ceil(value.numel() / world) for value in values.values())
-
-    class Names(dict):  # DeepSpeed's keys are parameters, which compare by identity
-        def __getitem__(self, parameter):
-            return next(name for name, p in parameters.items() if p is parameter)
-
-    optimizer = SimpleNamespace(
-        param_names=Names(),
-        fp16_groups=[list(parameters.values())],
-        fp32_partitioned_groups_flat=[torch.full((share,), -1.0)],
-    )
-    engine = SimpleNamespace(
-        optimizer=optimizer, zero_optimization_stage=lambda: 3, dp_world_size=world, global_rank=rank
-    )
+    parameters = {name: SimpleNamespace(ds_numel=v.numel(), requires_grad=True) for name, v in values.items()}
+    module = SimpleNamespace(named_parameters=parameters.items)
+    engine = SimpleNamespace(module=module, zero_optimization_stage=lambda: 3, dp_world_size=world, global_rank=rank)
+    found = []
+    monkeypatch.setattr(reshard, "safe_set_local_fp32_param", lambda _, value: found.extend(value.tolist()))
     mapped = []
 
     def load(file, **options):
@@ -53,11 +43,11 @@ def test_a_rank_maps_the_files_and_copies_its_part(universal, monkeypatch, rank,
 
     loaded = torch.load
     monkeypatch.setattr(torch, "load", load)
-    [found] = reshard._shares(folder, engine, "fp32")
+    reshard._fill(engine, folder, "fp32")
     expected = []
     for value in values.values():
         size = math.ceil(value.numel() / world)
         padded = value.flatten().tolist() + [0.0] * (size * world - value.numel())
         expected += padded[rank * size : (rank + 1) * size]
-    assert found.tolist() == expected
+    assert found == expected
     assert mapped == [str(folder / "zero" / name / "fp32.pt") for name in SIZES], "a file was read whole"

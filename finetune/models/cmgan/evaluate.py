@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common import samples
-from common.engine import Ema
+from common.ema import Ema
 from common.evaluation import evaluating
 from common.pairs import Crops, PairDataset
 from common.runs import Run

@@ -57,7 +57,7 @@ class Config(PairConfig):
         low=1,
     )  # fmt: skip
     drop: float = flag(
-        0.5, "plateau: factor by which the learning rate drops, down to --min-lr-ratio", group="schedule", low=0.01,
+        0.5, "plateau: factor by which the learning rate drops, down to a tenth of --lr", group="schedule", low=0.01,
         high=1,
     )  # fmt: skip
     weight_decay: float = flag(0.0, "weight decay of matrices; 0 = off", group="optimizer", low=0)

@@ -100,7 +100,7 @@ def script_arguments(verb: str, given: argparse.Namespace, rest: list[str]) -> l
         return ["--run", given.run, *others, *rest]
     export = Path(given.run, "export")
     if not export.is_dir():
-        raise UserError(f"{export} does not exist: the run has not finished, or ran with --no-export.")
+        raise UserError(f"{export} does not exist: the run has not finished.")
     flag = "--adapter" if (export / "adapter_config.json").is_file() else "--model"
     if flag in others:
         raise UserError(f"give --run or {flag}, not both.")

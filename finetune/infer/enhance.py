@@ -84,7 +84,7 @@ def enhance(args) -> None:
     if args.run:
         model = args.run / "export"
         if not model.is_dir():
-            raise UserError(f"--run {args.run} has no export: it has not finished, or ran with --no-export.")
+            raise UserError(f"--run {args.run} has no export: it has not finished.")
     if recipe == "cmgan":
         if args.words:
             raise UserError(unknown_flag(args.words[0], args.parser))

@@ -33,7 +33,6 @@ RECIPES = {
     "diffusion_buffer": ("diffusion_buffer", "pairs", {"data": "strong"}),
 }
 ENHANCERS = ("cmgan", "diffusion_buffer")
-DS = {"zero_optimization": {"stage": 0}}  # for build_model: nothing is sharded
 
 
 def parse_args(argv: list[str] | None = None):
@@ -150,6 +149,7 @@ def inspect(args) -> list:
     import torch
 
     from common import hub, inspection
+    from common.ds_config import WHOLE
     from common.pairs import PairDataset
     from common.runtime import Process
     from common.tokens import TokenDataset
@@ -170,7 +170,7 @@ def inspect(args) -> list:
     if args.no_predictions or not config.model:
         load = None
         if config.model and name not in ENHANCERS:
-            hub.fetch(config.model, process, config.revision, weights=False)
+            hub.fetch(config.model, process, config.revision)
     else:
         config = hub.pin(config, process)
 
@@ -178,7 +178,7 @@ def inspect(args) -> list:
             if adapter:
                 fill_lora(model, adapter)
 
-    sections = package.sections(recipe, config, load, DS, args.clip, args.epoch, process)
+    sections = package.sections(recipe, config, load, WHOLE, args.clip, args.epoch, process)
     width = shutil.get_terminal_size(fallback=(1000, 0)).columns  # a pipe or a file has no width
     print(inspection.to_text(sections, width))
     return sections

@@ -93,7 +93,7 @@ def stage(args, folder: Path) -> None:
     """Copies what is uploaded: the export without local paths, samples and the card."""
     export = args.run / "export"
     if not export.is_dir():
-        raise UserError(f"{export} does not exist: the run has not finished, or ran with --no-export.")
+        raise UserError(f"{export} does not exist: the run has not finished.")
     try:
         record = json.loads((args.run / "config.json").read_text(encoding="utf-8"))
         recipe = record["recipe"]

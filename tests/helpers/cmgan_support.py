@@ -23,6 +23,11 @@ SMALL = {
 }
 
 
+def small_probe(watch) -> None:
+    """Changes models.cmgan.watch: a discriminator is judged quickly and often, and the GAN loss soon faded in."""
+    watch.PROBE, watch.PROBE_EVERY, watch.RAMP, watch.OPENS, watch.CLOSES = 8, 2, 6, 0.01, 0.0
+
+
 # ---- in the ranks (rank_server.py) -----------------------------------------------------------------------------
 
 
@@ -33,7 +38,9 @@ def watched(recipe, process, nan=None, out_of_memory=None):
     buffers of both networks as the last step left them, before the best checkpoint is loaded for the export."""
     from common.pairs import Crops
     from common.runs import Run
+    from models.cmgan import watch
 
+    probe, watch.PROBE = watch.PROBE, 8
     batch, load_best = Crops.batch, Run.load_best
 
     def batch_with_nan(self, indices, epoch=0):
@@ -69,7 +76,7 @@ def watched(recipe, process, nan=None, out_of_memory=None):
     try:
         yield
     finally:
-        Crops.batch, Run.load_best = batch, load_best
+        Crops.batch, Run.load_best, watch.PROBE = batch, load_best, probe
         for name, loss in losses.items():
             setattr(recipe, name, loss)
 

@@ -56,8 +56,7 @@ def load_llama(path: str, dtype: torch.dtype, attn: str = "sdpa", quantization=N
 
 
 class Donor:
-    """MusicGen's decoder blocks, read tensor by tensor from a folder or a hub id; with --world only their shapes, from
-    config.json."""
+    """MusicGen's decoder blocks, read tensor by tensor from a folder or a hub id."""
 
     def __init__(self, path: str):
         self.path = path

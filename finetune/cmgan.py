@@ -26,7 +26,7 @@ from typing import ClassVar, Literal
 from common.config import flag, parse_args
 from common.ds_config import resolve_ds, stage_of
 from common.errors import UserError
-from common.pair_flags import PairConfig
+from common.pair_flags import PairConfig, naming_micro_batch
 from common.runtime import catch_signals, forbid_codec_imports, world_size
 
 # ---- flags -----------------------------------------------------------------------------------------------------
@@ -38,14 +38,9 @@ class Config(PairConfig):
 
     epochs: float = flag(120.0, "passes over the training data, used when --steps is 0", group="schedule", low=0)
     lr: float = flag(5e-4, "peak learning rate of the generator", group="schedule", low=1e-6, high=1e-2)
-    disc_lr_ratio: float = flag(
-        2.0, "learning rate of the discriminator, as a multiple of the generator's", group="schedule", low=0.01
+    schedule: Literal["step", "cosine"] = flag(
+        "step", "learning-rate schedule after the warm-up; step = half every 30 epochs", group="schedule"
     )
-    schedule: Literal["step", "cosine"] = flag("step", "learning-rate schedule after the warm-up", group="schedule")
-    decay_epochs: float = flag(
-        30.0, "step schedule: epochs between drops of the learning rate", group="schedule", low=1e-3
-    )
-    decay: float = flag(0.5, "step schedule: factor per drop", group="schedule", low=1e-3, high=1)
     warmup: float = flag(
         0.0, "learning-rate warm-up: a fraction of all steps (below 1) or a number of steps", group="schedule", low=0
     )
@@ -61,40 +56,15 @@ class Config(PairConfig):
     )
 
     channels: int = flag(64, "width of the generator when trained from scratch; 64 as published", low=4)
-    disc_channels: int = flag(16, "width of the discriminator when trained from scratch; 16 as published", low=1)
-    w_ri: float = flag(0.1, "loss weight of the spectrum's real and imaginary part", low=0)
-    w_mag: float = flag(0.9, "loss weight of the spectrum's magnitude", low=0)
-    w_time: float = flag(0.2, "loss weight of the waveform", low=0)
-    w_gan: float = flag(0.05, "loss weight of the PESQ that the discriminator predicts (GAN loss)", low=0)
-    w_phase: float = flag(
-        0.0, "loss weight of phase, group delay and angular frequency (MP-SENet, which uses 0.3); 0 = off", low=0
-    )
-    w_consistency: float = flag(
-        0.0, "loss weight of what the way to a waveform and back changes (MP-SENet, which uses 0.1); 0 = off", low=0
-    )
-    pcs: bool = flag(
-        False, "train towards clean speech with perceptual contrast stretching (PCS): a higher PESQ, another sound"
-    )
+    w_gan: float = flag(0.05, "loss weight of the PESQ that the discriminator predicts (GAN loss); 0 = off", low=0)
     noisy_term: Literal["auto", "on", "off"] = flag(
         "auto",
         "train the discriminator on the PESQ of the noisy input too (MetricGAN+); auto = on when fine-tuning (--model)",
-    )
-    replay: int = flag(
-        0, "train the discriminator on estimates of this many earlier steps too (MetricGAN+); 0 = none", low=0
     )
     gan_gate: Literal["auto", "on", "off"] = flag(
         "auto",
         "disable the GAN loss until the discriminator correlates with PESQ; auto = on when fine-tuning (--model)",
     )
-    gan_gate_open: float = flag(0.8, "correlation with PESQ that enables the GAN loss", low=0, high=1)
-    gan_gate_close: float = flag(0.6, "correlation with PESQ below which it is disabled again", low=0, high=1)
-    gan_ramp: int = flag(500, "steps over which the GAN loss is faded in or out", low=1)
-    probe: int = flag(64, "number of held-out sounds that measure the discriminator's correlation with PESQ", low=8)
-    probe_every: int = flag(100, "optimizer steps between these measurements, with --gan-gate", low=1)
-    max_pesq_invalid: float = flag(
-        0.2, "stop when more than this fraction of the PESQ labels is missing", low=0, high=1, may_change=True
-    )
-    window_seconds: float = flag(16.0, "longer recordings are evaluated in overlapping windows of this length", low=2)
 
     @property
     def uses_noisy_term(self) -> bool:
@@ -109,7 +79,6 @@ class Config(PairConfig):
 # A narrow model that learns to remove the synthetic noise in a minute.
 DEMO = {
     "channels": 8,
-    "disc_channels": 4,
     "seconds": 0.6,
     "micro_batch": 1,
     "steps": 60,
@@ -118,7 +87,6 @@ DEMO = {
     "hold_out": ["dov"],
     "eval_every": 30,
     "save_every": 30,
-    "probe": 24,
     "gradient_checkpointing": False,
 }
 
@@ -128,13 +96,12 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
     CONFIG = parse_args(Config, __doc__, demo=DEMO)
     from common.scorer import Scorer
 
-    SCORER = Scorer(CONFIG.pesq_workers)  # forks its processes, which stay small without torch
+    SCORER = Scorer()  # forks its processes, which stay small without torch
 
 import numpy as np
 import torch
 
-from common import engine, export_check, in_parts, memory, optim, runs
-from common.checkpoint import rank_states
+from common import engine, export_check, memory, optim, runs
 from common.contracts import LossOutput
 from common.ema import Ema
 from common.feed import prefetch, to_device
@@ -159,7 +126,7 @@ from models.cmgan.evaluate import (
 )
 from models.cmgan.labels import Labelled, Labels, count_missing, restart_count, valid_counts
 from models.cmgan.network import Discriminator, TSCNet, batch_norm_statistics, update_batch_norm
-from models.cmgan.watch import LOOK_BACK, GanRamp, alarms, build_gan_ramp, require_equal, require_perfect
+from models.cmgan.watch import LOOK_BACK, PROBE_EVERY, GanRamp, alarms, build_gan_ramp, require_equal, require_perfect
 from models.cmgan.weights import load_networks, write_export
 
 # ---- model -----------------------------------------------------------------------------------------------------
@@ -176,7 +143,7 @@ def build_model(config: Config, ds: dict) -> tuple[TSCNet, Discriminator]:
     if config.model:
         generator, discriminator = load_networks(config.model)
     generator.set_compute(config.gradient_checkpointing, config.precision == "bf16")
-    return generator, discriminator or Discriminator(config.disc_channels)
+    return generator, discriminator or Discriminator(generator.channels // 4)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------
@@ -191,38 +158,25 @@ def build_data(config: Config, process: Process) -> tuple[Crops, PairDataset | N
 # ---- batch to loss ---------------------------------------------------------------------------------------------
 
 
-def loss_terms(estimate: signal.Estimate, discriminator, extra: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def loss_terms(estimate: signal.Estimate, discriminator) -> dict[str, torch.Tensor]:
     """The terms of the generator's loss without their weights, (B,) each: the mean over one sound.
 
     Evaluation uses them too. To add a term, add it here, and its weight in loss_weights; it is then logged as
-    loss_NAME. It must be 0 for a perfect estimate, which a check before training makes sure of. `extra`: terms that
-    are only computed if they have a weight, see `chosen_terms`.
+    loss_NAME. It must be 0 for a perfect estimate, which a check before training makes sure of.
     """
     magnitude, clean_magnitude = signal.magnitude(estimate.spec), signal.magnitude(estimate.clean_spec)
     predicted_quality = discriminator(clean_magnitude, magnitude)
-    terms = {
+    return {
         "ri": (estimate.spec - estimate.clean_spec).square().mean((2, 3)).sum(1),
         "mag": (magnitude - clean_magnitude).square().mean((1, 2, 3)),
         "time": (estimate.wave - estimate.normalised.clean).abs().mean(1),
         "gan": (predicted_quality - 1).square(),
     }
-    if "phase" in extra:
-        terms["phase"] = signal.phase_distance(estimate.spec, estimate.clean_spec)
-    if "consistency" in extra:  # overlapping frames must agree; those of an estimate need not
-        terms["consistency"] = (estimate.spec - signal.spectrum(estimate.wave)).square().mean((2, 3)).sum(1)
-    return terms
-
-
-def chosen_terms(config: Config):
-    """loss_terms with the terms that --w-phase and --w-consistency ask for."""
-    extra = tuple(name for name in ("phase", "consistency") if getattr(config, f"w_{name}"))
-    return functools.partial(loss_terms, extra=extra) if extra else loss_terms
 
 
 def loss_weights(config: Config, gan_level: float) -> dict[str, float]:
     """The weight of each term; `gan_level`: the part of the GAN loss that the gate lets through, 0 to 1."""
-    weights = {"ri": config.w_ri, "mag": config.w_mag, "time": config.w_time, "gan": config.w_gan * gan_level}
-    return weights | {"phase": config.w_phase, "consistency": config.w_consistency}
+    return {"ri": 0.1, "mag": 0.9, "time": 0.2, "gan": config.w_gan * gan_level}
 
 
 def compute_loss(model, batch: dict, discriminator, config: Config, gan_ramp: GanRamp) -> LossOutput:
@@ -230,12 +184,11 @@ def compute_loss(model, batch: dict, discriminator, config: Config, gan_ramp: Ga
 
     `extra` is the estimate, detached, for the PESQ labels and the discriminator.
     """
-    clean = signal.stretch_contrast(batch["clean"]) if config.pcs else batch["clean"]
-    normalised = signal.normalise(batch["noisy"], clean)
+    normalised = signal.normalise(batch["noisy"], batch["clean"])
     estimate = signal.estimate(model(signal.spectrum(normalised.model_input)), normalised)
     weights, audible = loss_weights(config, gan_ramp.level), normalised.audible
     loss_sum, parts = 0.0, {}
-    for name, term_b in chosen_terms(config)(estimate, discriminator).items():
+    for name, term_b in loss_terms(estimate, discriminator).items():
         # A silent sound counts, but its loss is 0: there is nothing in it to enhance.
         term = (weights[name] * term_b * audible).sum()
         loss_sum = loss_sum + term
@@ -248,21 +201,31 @@ def discriminator_loss(discriminator, batch: tuple[Labelled, float, list[float]]
 
     `batch`: a labelled micro-batch; the number of sounds in the whole step; its numbers of valid labels, of estimates
     and of noisy inputs. The loss is divided by these numbers here, because each term has its own.
-    `extra` is the loss by what D was asked about: clean sounds, estimates, noisy inputs, estimates of earlier steps.
+    `extra` is the loss by what D was asked about: clean sounds, estimates, noisy inputs.
     """
     labelled, sounds, valid_labels = batch
-    clean, kinds = labelled.clean, (labelled.others, labelled.labels, labelled.valid, valid_labels)
-    loss = (discriminator(clean, clean) - 1).square().sum() / sounds
-    terms = {"clean": loss.detach()} | dict.fromkeys(("made", "noisy", "past"), torch.zeros_like(loss.detach()))
-    names = ("made", "noisy")[: len(labelled.others)]
-    examples = [(name, clean, *kind) for name, *kind in zip(names, *kinds, strict=True)]
-    examples += [("past", *past, valid_labels[0]) for past in labelled.past]
-    for name, clean, other, labels, valid, count in examples:
+    loss = (discriminator(labelled.clean, labelled.clean) - 1).square().sum() / sounds
+    terms = {"clean": loss.detach(), "made": torch.zeros_like(loss), "noisy": torch.zeros_like(loss)}
+    kinds = zip(("made", "noisy"), labelled.others, labelled.labels, labelled.valid, valid_labels, strict=False)
+    for name, other, labels, valid, count in kinds:  # noisy inputs only with --noisy-term
         # Without any label the mask makes this term 0, but it is still computed: every rank has the same graph, and so
         # takes part in the same collectives.
-        term = (valid * (discriminator(clean, other) - labels).square()).sum() / max(1.0, count)
-        loss, terms[name] = loss + term, terms[name] + term.detach()
+        term = (valid * (discriminator(labelled.clean, other) - labels).square()).sum() / max(1.0, count)
+        loss, terms[name] = loss + term, term.detach()
     return LossOutput(loss, {}, extra=terms)
+
+
+# ---- learning rate ---------------------------------------------------------------------------------------------
+
+
+def learning_rate(step: int, steps: int, steps_per_epoch: float, config: Config) -> float:
+    """Of the generator: linear warm-up, then half every 30 epochs, as published; or --schedule cosine."""
+    if config.schedule == "cosine" or step < optim.warmup_steps(config.warmup, steps):
+        return optim.learning_rate(step, steps, config)
+    return config.lr * 0.5 ** int(step / steps_per_epoch / 30)
+
+
+DISCRIMINATOR_RATE = 2.0  # its learning rate, in multiples of the generator's
 
 
 # ---- evaluation and score --------------------------------------------------------------------------------------
@@ -328,10 +291,6 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             )
         config = dataclasses.replace(config, data=str(runs.demo_assets(process, "pairs") / "mild"))
 
-    if config.tf32:
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True  # as is torch's default for convolutions
-
     # model and data
     networks = generator, discriminator = build_model(config, ds)
     clips, eval_pairs, eval_rows = build_data(config, process)
@@ -344,8 +303,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     say(f"clips {len(clips):,}, {steps} steps of {micro_batches_per_step} micro-batches of {config.micro_batch} crops")
     # A perfect estimate must have no loss: otherwise the training would aim at another sound than the clean one.
     first_batch = clips.batch(range(min(config.micro_batch, len(clips))))
-    require_perfect(first_batch["noisy"], first_batch["clean"], chosen_terms(config))
-    labels = Labels(scorer, config.uses_noisy_term, config.replay, config.seed)
+    require_perfect(first_batch["noisy"], first_batch["clean"], loss_terms)
+    labels = Labels(scorer, config.uses_noisy_term)
     gan_ramp = build_gan_ramp(config, len(eval_rows))
 
     # optimizers and engines: each network has its own, with its own gradient clipping
@@ -359,7 +318,6 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     engines = {"g": g_engine, "d": d_engine}
     ema = Ema(g_engine, config.ema)
     steps_per_epoch = plan.per_epoch / micro_batches_per_step
-    rate = functools.partial(optim.stepped_rate, steps=steps, steps_per_epoch=steps_per_epoch, config=config)
     if config.dry_run:
         dry_run(engines, to_device(first_batch, process.device), labels, config, process)
         return engines
@@ -372,15 +330,12 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     run = runs.Run("cmgan", config, ds, process, fingerprint, steps)
     if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
         run.stop(run.start_step)
-    window, terms = int(config.window_seconds * signal.RATE), chosen_terms(config)
     evaluation = None
     if len(eval_rows):
-        evaluation = Evaluation(EvalFiles(eval_pairs, eval_rows, terms, window, scorer, process), config)
+        evaluation = Evaluation(EvalFiles(eval_pairs, eval_rows, loss_terms, scorer, process), config)
     if run.checkpoint:
         loop_state = run.load(engines, ema)
         gan_ramp.restore(loop_state["gan_ramp"])
-        if config.replay:
-            labels.restore(rank_states(run.checkpoint), process)
     else:
         # "history": loss and PESQ of the latest evaluations; the rest counts PESQ labels since the last one
         loop_state = {"history": [], "labels": 0, "missing": 0, "reasons": {}}
@@ -390,45 +345,34 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         epoch, rows = plan.micro_batch(index)
         return clips.batch(rows, epoch)
 
-    def generate(batch: dict, step: int, slot: int, parts: int) -> LossOutput:
-        """The generator's loss of a micro-batch; its `extra` is what the labels are collected from."""
-        generator.parts = discriminator.parts = parts
-        # Dropout depends on the micro-batch alone, not on its rank or on what ran before.
-        torch.manual_seed(torch_seed(config.seed, step, slot, "dropout"))
-        output = g_engine.module(batch)
-        # Other processes compute PESQ during the backward pass and the optimizer step.
-        return output._replace(extra=labels.submit(slot, output.extra, batch["ids"]))
-
-    def judge(batch: tuple[Labelled, float, list[float]], step: int, slot: int, parts: int) -> LossOutput:
-        discriminator.parts = parts
-        torch.manual_seed(torch_seed(config.seed, step, slot, "dropout of d"))
-        return d_engine.module(batch)
-
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
-    parts = 1  # that both networks compute a micro-batch in; more once it has run out of memory
     generator.train()
     discriminator.train()
     for step in range(run.start_step, steps):
         # ---- one optimizer step of the generator -------------------------------------------------------------
         # The loss is divided once, by the number of sounds in the whole step (all ranks, all micro-batches), which the
         # plan tells in advance.
-        meter, waiting, statistics, redraws, parts_before = Meter(), [], [], 0, parts
+        meter, waiting, statistics, redraws = Meter(), [], [], 0
         rows_of_step = [plan.micro_batch(step * micro_batches_per_step + i) for i in range(micro_batches_per_step)]
         step_weight = sum(clips.target_weight(rows, epoch) for epoch, rows in rows_of_step)
-        lr = rate(step)
+        lr = learning_rate(step, steps, steps_per_epoch, config)
         # The generator's loss goes through the discriminator, which must not get gradients from it.
         with engine.frozen(discriminator):
             for i in range(config.accumulation):
                 with meter.waiting():
                     batch = next(batches)
-                compute = functools.partial(generate, batch, step, i * process.world + process.rank)
-                sounds = len(batch["ids"])
-                g_engine.set_gradient_accumulation_boundary(i + 1 == config.accumulation)
-                output, parts = in_parts.backward_whole(g_engine, compute, sounds, step_weight, parts, process)
+                # Dropout depends on the micro-batch alone, not on its rank or on what ran before.
+                slot = i * process.world + process.rank
+                torch.manual_seed(torch_seed(config.seed, step, slot, "dropout"))
+                with naming_micro_batch(config):
+                    output = g_engine(batch)
+                    # Other processes compute PESQ during the backward pass and the optimizer step.
+                    waiting.append(labels.submit(output.extra, batch["ids"]))
+                    last_one = i + 1 == config.accumulation
+                    engine.backward(g_engine, output.loss_sum, step_weight, process.world, last_one)
                 meter.add(batch, output)
-                waiting.append(output.extra)
                 statistics.append(batch_norm_statistics(generator))
                 redraws += batch["redraws"]
             optim.set_learning_rate(g_engine, lr)
@@ -439,7 +383,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         # ---- labels: the PESQ of what the generator made -----------------------------------------------------
         # Every rank takes the same path whatever its data: a missing label is a 0 in a mask, never a branch.
         asked = time.monotonic()
-        labelled = [labels.collect(step, micro_batch) for micro_batch in waiting]
+        labelled = [labels.collect(micro_batch) for micro_batch in waiting]
         pesq_wait_s = time.monotonic() - asked
         missing_here = [name for micro_batch in labelled for name in micro_batch.missing]
         silent = sum(float((1 - micro_batch.estimate.normalised.audible).sum()) for micro_batch in waiting)
@@ -449,28 +393,27 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         # ---- one optimizer step of the discriminator ---------------------------------------------------------
         terms_d = 0.0
         for i, micro_batch in enumerate(labelled):
-            batch = micro_batch, step_weight, valid_labels
-            compute = functools.partial(judge, batch, step, i * process.world + process.rank)
-            # The loss is already divided, hence the weight of 1.
-            d_engine.set_gradient_accumulation_boundary(i + 1 == config.accumulation)
-            output, parts = in_parts.backward_whole(d_engine, compute, len(micro_batch.clean), 1.0, parts, process)
+            slot = i * process.world + process.rank
+            torch.manual_seed(torch_seed(config.seed, step, slot, "dropout of d"))
+            with naming_micro_batch(config):
+                output = d_engine((micro_batch, step_weight, valid_labels))
+                # The loss is already divided, hence the weight of 1.
+                engine.backward(d_engine, output.loss_sum, 1.0, process.world, i + 1 == config.accumulation)
             terms_d = terms_d + torch.stack(list(output.extra.values()))
-        optim.set_learning_rate(d_engine, lr * config.disc_lr_ratio)
+        optim.set_learning_rate(d_engine, lr * DISCRIMINATOR_RATE)
         applied_d, grad_norm_d = engine.take_step(d_engine)
         discriminator.iterate()  # one power iteration of its spectral norms per step, on the new weights
         totals = meter.reduce(process)
         # ------------------------------------------------------------------------------------------------------
 
         done, last = step + 1, step + 1 == steps
-        if parts > parts_before:
-            run.tracker.event("out_of_memory", done, parts=parts)
         terms_d = dict(zip(output.extra, all_sum(terms_d.tolist(), process).tolist(), strict=True))
         if applied and applied_d:
             ema.update(step)
             positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)  # audio samples
             epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
             more = {"epoch": epoch, "gan_level": gan_ramp.level}
-            more |= {"lr_d": lr * config.disc_lr_ratio, "grad_norm_d": grad_norm_d, "loss_d": sum(terms_d.values())}
+            more |= {"lr_d": lr * DISCRIMINATOR_RATE, "grad_norm_d": grad_norm_d, "loss_d": sum(terms_d.values())}
             more |= {f"loss_d_{name}": value for name, value in terms_d.items()}
             more |= {"pesq_wait_s": pesq_wait_s, "pesq_missing": int(missing)}
             more |= {"redraws": int(redraws), "silent": int(silent)}
@@ -479,7 +422,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         else:
             run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step])
         count_missing(loop_state, missing_here, int(missing), int(step_weight), done, run)
-        if gan_ramp.used and is_due(config.probe_every, done):
+        if gan_ramp.used and is_due(PROBE_EVERY, done):
             judge_discriminator(gan_ramp, evaluation, discriminator, run, done)
 
         score, is_best = None, False
@@ -489,7 +432,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
             if evaluation and config.samples:
                 sample(generator, evaluation, run, ema, done)
         if last or totals.stop or is_best or is_due(config.save_every, done):
-            run.save(engines, ema, done, score, loop_state | {"gan_ramp": gan_ramp.state()}, labels.state())
+            run.save(engines, ema, done, score, loop_state | {"gan_ramp": gan_ramp.state()})
         if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
 
@@ -499,7 +442,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     export_check.require_same(run, ema, probe, generator, clips)
     warn_if_worse(run)
     if test_pairs:
-        test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), terms, window, scorer, process)
+        test_files = EvalFiles(test_pairs, np.arange(len(test_pairs)), loss_terms, scorer, process)
         test(test_files, loss_weights(config, 1.0), run, steps)
     barrier(process)  # the samples of all ranks are on disk
     run.finish(steps)
@@ -512,22 +455,17 @@ def dry_run(engines: dict, batch: dict, labels: Labels, config: Config, process:
     """--dry-run: one optimizer step of both networks on one micro-batch, its time and its memory."""
 
     def take_step(ds_engine, batch, step_weight: float) -> tuple[LossOutput, bool, float]:
-        def compute(parts: int) -> LossOutput:
-            for either in engines.values():
-                either.module.model.parts = parts
-            return ds_engine.module(batch)
-
-        parts = 1
         for i in range(config.accumulation):
-            ds_engine.set_gradient_accumulation_boundary(i + 1 == config.accumulation)
-            output, parts = in_parts.backward_whole(ds_engine, compute, crops, step_weight, parts, process)
+            with naming_micro_batch(config):
+                output = ds_engine(batch)
+                engine.backward(ds_engine, output.loss_sum, step_weight, process.world, i + 1 == config.accumulation)
         return output, *engine.take_step(ds_engine)
 
-    began, crops = time.monotonic(), len(batch["ids"])
-    sounds = float(crops * config.accumulation * process.world)
+    began = time.monotonic()
+    sounds = float(len(batch["ids"]) * config.accumulation * process.world)
     with engine.frozen(engines["d"].module.model):
         output, applied, norm = take_step(engines["g"], batch, sounds)
-    labelled = labels.collect(0, labels.submit(0, output.extra, batch["ids"]))
+    labelled = labels.collect(labels.submit(output.extra, batch["ids"]))
     _, applied_d, norm_d = take_step(engines["d"], (labelled, sounds, [sounds] * len(labelled.labels)), 1.0)
     say(f"dry run: one step of both networks {time.monotonic() - began:.1f} s, applied {applied and applied_d}, norm"
         f" {norm:.3f} and {norm_d:.3f}; peak memory {memory.peak_memory(process)}")  # fmt: skip

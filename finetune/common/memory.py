@@ -38,16 +38,21 @@ OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "could not create a memor
                  "could not execute a primitive", "out of memory")  # fmt: skip
 
 
+def out_of_memory(error: BaseException) -> str:
+    """The first line of this error if it says that memory ran out, otherwise ""."""
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in message for text in OUT_OF_MEMORY):
+        return message
+    return ""
+
+
 def try_in_memory(work: Callable) -> tuple:
     """What `work()` returns, and None; or None and the message, if it runs out of memory."""
     try:
         return work(), None
     except (RuntimeError, MemoryError) as error:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        known = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-            text in message for text in OUT_OF_MEMORY
-        )
-        if not known:
+        message = out_of_memory(error)
+        if not message:
             raise
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the traceback no longer holds the tensors

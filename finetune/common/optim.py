@@ -122,17 +122,3 @@ def learning_rate(step: int, steps: int, config: RunConfig) -> float:
     progress = (step - warm) / max(1, steps - 1 - warm)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return config.lr * (LAST_RATE + (1 - LAST_RATE) * cosine)
-
-
-def stepped_rate(step: int, steps: int, steps_per_epoch: float, config) -> float:
-    """Linear warm-up, then a factor of --decay every --decay-epochs; with --schedule cosine as `learning_rate`."""
-    if config.schedule == "cosine" or step < warmup_steps(config.warmup, steps):
-        return learning_rate(step, steps, config)
-    return config.lr * config.decay ** int(step / steps_per_epoch / config.decay_epochs)
-
-
-def plateau_rate(step: int, steps: int, drops: int, config) -> float:
-    """Linear warm-up, then --lr after so many drops; with --schedule cosine as `learning_rate`."""
-    if config.schedule == "cosine" or step < warmup_steps(config.warmup, steps):
-        return learning_rate(step, steps, config)
-    return config.lr * max(config.drop**drops, LAST_RATE)

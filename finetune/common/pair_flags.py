@@ -1,9 +1,14 @@
-"""The flags of recipes that train on noisy/clean pairs. Imports nothing heavy."""
+"""What recipes that train on noisy/clean pairs share: their flags, and what happens if a micro-batch does not fit.
 
+Imports nothing heavy.
+"""
+
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 from common.config import RunConfig, flag
+from common.errors import UserError
 
 
 @dataclass
@@ -23,19 +28,30 @@ class PairConfig(RunConfig):
     )  # fmt: skip
     test_data: str = flag("", "pairs to measure the exported model on, once, at the end", group="run", may_change=True)
 
-    micro_batch: int = flag(
-        4, "crops per micro-batch on each rank; computed in parts if it runs out of memory", group="schedule", low=1
-    )
-    tf32: bool = flag(False, "faster, less exact matrix products in fp32 on an NVIDIA GPU (TF32)", group="optimizer")
+    micro_batch: int = flag(4, "crops per micro-batch on each rank", group="schedule", low=1)
     samples: int = flag(
         4, "evaluation files to enhance each time samples are made; 0 = none", group="output", low=0, may_change=True
-    )
-    eval_files: int = flag(
-        0, "evaluate only this many files, evenly spread over the evaluation data; 0 = all", group="output", low=0
     )
 
     seconds: float = flag(2.0, "length of a training crop in seconds", low=0.25)
     hold_out: list[str] = flag([], "id prefixes to exclude from training, and to evaluate on without --eval-data")
-    pesq_workers: int = flag(
-        0, "PESQ processes per rank; 0 = this rank's share of the CPU cores", low=0, may_change=True
-    )
+
+
+@contextmanager
+def naming_micro_batch(config: PairConfig):
+    """Inside, running out of memory is one sentence that names --micro-batch. All crops have one length, so the first
+    step already tells whether a micro-batch fits."""
+    from common.memory import out_of_memory
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        message = out_of_memory(error)
+        if not message:
+            raise
+        if config.micro_batch > 1:
+            advice = f"use --micro-batch {config.micro_batch // 2}, with more --accumulation for the same step"
+        else:
+            advice = "use shorter crops or a smaller model"
+        found = f"a micro-batch of {config.micro_batch} does not fit into memory ({message})"
+        raise UserError(f"{found}: {advice}.") from None

@@ -61,13 +61,6 @@ class PairDataset(ArrowDataset):
             found |= pc.starts_with(self._columns["id"], prefix).to_numpy()
         return np.flatnonzero(found)
 
-    def rows_named(self, name: str) -> np.ndarray:
-        """The row with this id, as an array."""
-        rows = np.flatnonzero(pc.equal(self._columns["id"], name).to_numpy())
-        if not len(rows):
-            raise UserError(f"{self.folder} has no clip {name!r}; its first is {self.id(0)!r}.")
-        return rows
-
     def names(self, rows: np.ndarray) -> Iterator[str]:
         """The ids of these rows, without holding a Python string for each of millions."""
         for first in range(0, len(rows), 10_000):
@@ -179,8 +172,6 @@ def split_pairs(config, rate: int, process: Process) -> tuple[PairDataset, np.nd
             say(f"warning: {len(both)} speakers are in --data and in --eval-data, such as {min(both)}")
     if eval_pairs:
         refuse_overlap(pairs, train_rows, eval_pairs, eval_rows, config, process)
-    if 0 < config.eval_files < len(eval_rows):
-        eval_rows = eval_rows[np.linspace(0, len(eval_rows) - 1, config.eval_files).round().astype(int)]
     return pairs, train_rows, eval_pairs, eval_rows
 
 

@@ -2,12 +2,12 @@
 
     python finetune/infer/convert.py --run runs/my-voice                              the best, to runs/my-voice/export
     python finetune/infer/convert.py --run runs/my-voice --step 400 --out voice-400   another one, to another folder
-    python finetune/infer/convert.py --model official.ckpt --out live --reverse-start 0.8
+    python finetune/infer/convert.py --model official.ckpt --out live --spec live.json
     python finetune/infer/convert.py --model runs/live/export --onnx --out live.onnx
     python finetune/infer/convert.py --model best_ckpt/ckpt --recipe cmgan --onnx --out generator.onnx
 
 The third converts a Lightning file of the official Diffusion Buffer code, with the settings that the file contains;
-flags of diffusion_buffer.py set the others. --onnx writes CMGAN's generator, or the network of a Diffusion Buffer's
+--spec sets the others. --onnx writes CMGAN's generator, or the network of a Diffusion Buffer's
 stream, for onnxruntime (packages onnx and onnxscript).
 
 ./launch.sh convert does the same; ./launch.sh convert native, stereo and average (dia_convert.py) make Dia models from
@@ -23,8 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import find_recipe
-from common.config import parse_words
-from common.errors import UserError, command_parser, run_command, unknown_flag
+from common.errors import UserError, command_parser, run_command
 from common.runtime import forbid_codec_imports
 
 ENHANCERS = ("cmgan", "diffusion_buffer")
@@ -46,41 +45,40 @@ def parse_args():
         "--recipe", choices=ENHANCERS, help="with --onnx, only for a file of weights that has no config.json"
     )
     parser.add_argument(
+        "--spec", default="", help="JSON file of Diffusion Buffer settings that an official --model does not contain"
+    )
+    parser.add_argument(
         "--step",
         default="best",
         help="which checkpoint: a step, last, or best by the recipe's score (default: %(default)s; the last if no"
         " evaluation gave a score)",
     )
     parser.add_argument("--out", type=Path, help="folder to write (default: RUN/export)")
-    args, args.words = parser.parse_known_args()
-    if args.words and not args.model:
-        parser.error(unknown_flag(args.words[0], parser))
+    args = parser.parse_args()
+    if args.spec and not args.model:
+        parser.error("--spec is for a --model of the Diffusion Buffer.")
     if args.model and not args.out:
         parser.error("--model needs --out, the folder or file to write.")
     if args.onnx and not args.model:
         parser.error("--onnx needs --model; RUN/export is the model of a run.")
     if args.recipe and not args.onnx:
         parser.error("--recipe is for --onnx.")
-    args.parser = parser
     return args
 
 
 def convert_onnx(args) -> None:
     """The network of an enhancer as an ONNX file."""
     if find_recipe(args.model, args.recipe, ENHANCERS) == "cmgan":
-        if args.words:
-            raise UserError(unknown_flag(args.words[0], args.parser))
         from models.cmgan.onnx_export import write_onnx
         from models.cmgan.weights import load_networks
 
         generator, _ = load_networks(str(args.model))
         write_onnx(args.out, generator)
     else:
-        from diffusion_buffer import Config
         from models.diffusion_buffer.onnx_export import write_onnx
-        from models.diffusion_buffer.weights import open_model
+        from models.diffusion_buffer.weights import load_network
 
-        write_onnx(args.out, *open_model(str(args.model), Config, parse_words(Config, args.words)))
+        write_onnx(args.out, *load_network(str(args.model), args.spec))
     print(f"ONNX file {args.out}")
 
 
@@ -88,12 +86,11 @@ def convert_official(args) -> None:
     """A file of the official Diffusion Buffer code as an export of diffusion_buffer.py."""
     if not args.model.is_file():
         raise UserError(f"--model {args.model} is not a file; a run of this project is converted with --run.")
-    from diffusion_buffer import Config
-    from models.diffusion_buffer.weights import open_model, write_export
+    from models.diffusion_buffer.weights import load_network, write_export
 
-    network, spec = open_model(str(args.model), Config, parse_words(Config, args.words))
+    network, spec = load_network(str(args.model), args.spec)
     write_export(args.out, network, spec, {"recipe": "diffusion_buffer", "checkpoint": {"file": args.model.name}})
-    print(f"export in {args.out}: " + " ".join(f"--{n.replace('_', '-')} {v}" for n, v in vars(spec).items()))
+    print(f"export in {args.out}: " + ", ".join(f"{name} {value}" for name, value in vars(spec).items()))
 
 
 def convert(args) -> None:
@@ -166,8 +163,8 @@ def rebuild(recipe, config, record: dict, process) -> tuple[dict, dict]:
         recipe.init_adapter(model, config, clips)
         return {TAG: model}, {"clips": clips}
     if recipe.__name__ == "diffusion_buffer":
-        spec = recipe.spec_of(config)
-        return {TAG: recipe.build_model(config, WHOLE, spec)}, {"spec": spec}
+        model, spec = recipe.build_model(config, WHOLE)
+        return {TAG: model}, {"spec": spec}
     if recipe.__name__ == "cmgan":
         return dict(zip("gd", recipe.build_model(config, WHOLE), strict=True)), {}
     return {TAG: recipe.build_model(config, WHOLE)}, {"codec": record.get("codec") or {}}

@@ -1,16 +1,14 @@
-"""Check a speech enhancer, and what it needs: loss, labels, data, output, machine.
+"""Check a speech enhancer on your data and machine: weights, labels, output, speed, memory.
 
 python finetune/infer/diagnose.py --run runs/tuned
 python finetune/infer/diagnose.py --model runs/tuned/export --eval-data pairs/valid
-python finetune/infer/diagnose.py --recipe diffusion_buffer --data pairs/train --buffer 10 --micro-batch 16
+python finetune/infer/diagnose.py --recipe diffusion_buffer --data pairs/train --spec block_causal --micro-batch 16
 
 --run and --model check a trained model with the flags of its training; --recipe checks a recipe before training, with
 its defaults, not those of its demo. Flags of the recipe may follow and replace these values. Every line is PASS, WARN
 or FAIL with a number. The exit code is 0 if nothing fails, otherwise 2.
 """
 
-import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -57,11 +55,7 @@ def check(args) -> None:
     flags = trained_flags(read_record(place)) if place else {}
     changes = {"model": str(place or "")} | ({"eval_data": args.eval_data} if args.eval_data else {})
     if recipe == "cmgan":
-        workers = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        workers.add_argument("--pesq-workers", type=int, default=flags.get("pesq_workers", 0))
-        # The scorer forks its processes, before torch is imported, which every other flag has to wait for.
-        scorer = Scorer(workers.parse_known_args(args.words)[0].pesq_workers)
-        check_cmgan(args, flags, changes, scorer)
+        check_cmgan(args, flags, changes, Scorer())  # forks its processes, before torch is imported
     else:
         check_diffusion_buffer(args, flags, changes)
 
@@ -84,16 +78,9 @@ def check_diffusion_buffer(args, flags: dict, changes: dict) -> None:
     import diffusion_buffer
     from common.runtime import init_process
     from models.diffusion_buffer.diagnose import diagnose
-    from models.diffusion_buffer.signal import SPEC_FLAGS
-    from models.diffusion_buffer.weights import open_model
 
-    given, network = parse_words(diffusion_buffer.Config, args.words), None
-    if changes["model"]:
-        spec_flags = {name: value for name, value in given.items() if name in SPEC_FLAGS}
-        network, spec = open_model(changes["model"], diffusion_buffer.Config, spec_flags)
-        flags = flags | dataclasses.asdict(spec)
     config = recipe_config(diffusion_buffer.Config, args, flags, **changes)
-    diagnose(config, diffusion_buffer.compute_loss, init_process(), network)
+    diagnose(config, diffusion_buffer.compute_loss, init_process())
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
 from common.artifacts import find_recipe
-from common.config import parse_words
-from common.errors import UserError, command_parser, run_command, unknown_flag
+from common.errors import UserError, command_parser, run_command
 
 # Flags that only one kind of model has, and their defaults.
 OPTIONS = {
     "cmgan": {"window_seconds": 16.0, "no_padding": False},
-    "diffusion_buffer": {"delay": 0, "temperature": 1.0, "seed": 0},
+    "diffusion_buffer": {"spec": "", "delay": 0, "temperature": 1.0, "seed": 0},
 }
 LOWEST = {"window_seconds": 2, "delay": 0, "temperature": 0}
 
@@ -50,16 +49,14 @@ def parse_args(argv: list[str] | None = None):
         help="do not pad to whole frames with the recording's own start, as the published evaluation does",
     )  # fmt: skip
     cmgan.add_argument("--window-seconds", type=float, help="window length for long recordings (default: 16)")
-    buffer = parser.add_argument_group(
-        "only for diffusion_buffer",
-        "Also the recipe's flags of network, spectrum, diffusion and stream, such as --buffer or --stream official.",
+    buffer = parser.add_argument_group("only for diffusion_buffer")
+    buffer.add_argument(
+        "--spec", help='JSON file of settings to use the network with, such as {"buffer": 10, "stream": "official"}'
     )
     buffer.add_argument("--delay", type=int, help="frames of delay; 0 = the whole buffer (default: 0)")
     buffer.add_argument("--temperature", type=float, help="scale of the diffusion noise; 0 = none (default: 1)")
     buffer.add_argument("--seed", type=int, help="random seed of the diffusion noise (default: 0)")
-    args, args.words = parser.parse_known_args(argv)
-    args.parser = parser
-    return args
+    return parser.parse_args(argv)
 
 
 def options_of(args, recipe: str) -> dict:
@@ -86,14 +83,10 @@ def enhance(args) -> None:
         if not model.is_dir():
             raise UserError(f"--run {args.run} has no export: it has not finished.")
     if recipe == "cmgan":
-        if args.words:
-            raise UserError(unknown_flag(args.words[0], args.parser))
         from models.cmgan.enhance import enhance_run
     else:
-        from diffusion_buffer import Config
         from models.diffusion_buffer.enhance import enhance_run
 
-        options |= {"config_class": Config, "given": parse_words(Config, args.words)}
     from common.enhance_folder import Source
 
     source = Source(args.source, args.high_band, args.dnsmos)

@@ -2,14 +2,13 @@
 
 import math
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from common.config import RunConfig, flag
+from common.config import RunConfig
 from common.errors import UserError
 from common.optim import (
     build_optimizer,
@@ -17,9 +16,7 @@ from common.optim import (
     learning_rate,
     optimizer_state,
     parameter_groups,
-    plateau_rate,
     set_learning_rate,
-    stepped_rate,
     warmup_steps,
 )
 
@@ -120,49 +117,6 @@ def test_the_curve_rises_to_the_peak_and_falls_to_the_minimum(steps, warmup):
 def test_very_short_runs_have_a_learning_rate(steps, warmup):
     config = RunConfig(lr=2e-4, warmup=warmup)
     assert all(0 < learning_rate(step, steps, config) <= 2e-4 for step in range(steps))
-
-
-# ---- drops by epochs ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Stepped(RunConfig):
-    schedule: str = flag("step", "")
-    decay: float = flag(0.5, "")
-    decay_epochs: float = flag(30.0, "")
-
-
-def test_drops_are_torchs_step_lr_a_warm_up_comes_first_and_a_cosine_is_the_usual_one():
-    config = Stepped(lr=1e-3, warmup=5.0, decay_epochs=3.0)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1e-3)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
-    expected = []
-    for _ in range(10):  # epochs of 7 steps
-        expected += [optimizer.param_groups[0]["lr"]] * 7
-        optimizer.step()
-        schedule.step()
-    found = [stepped_rate(step, 70, 7.0, config) for step in range(70)]
-    assert found[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3]) and found[5:] == pytest.approx(expected[5:])
-    config.schedule = "cosine"
-    assert [stepped_rate(s, 70, 7.0, config) for s in range(70)] == [learning_rate(s, 70, config) for s in range(70)]
-
-
-# ---- drops at a plateau ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Watched(RunConfig):
-    schedule: str = flag("plateau", "")
-    patience: int = flag(2, "")
-    drop: float = flag(0.5, "")
-
-
-def test_a_warm_up_and_a_cosine_know_no_drops():
-    config = Watched(lr=1e-3, warmup=4.0)
-    assert [plateau_rate(step, 10, 1, config) for step in range(5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 5e-4])
-    config.schedule = "cosine"
-    assert [plateau_rate(s, 10, 3, config) for s in range(10)] == [learning_rate(s, 10, config) for s in range(10)]
 
 
 # ---- questions to any optimizer ----------------------------------------------------------------------------------

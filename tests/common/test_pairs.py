@@ -33,7 +33,7 @@ def test_pairs_come_back_as_written_and_uncopied(data):
 
 
 def test_a_clip_is_found_by_its_whole_id(data):
-    assert data[0].rows_named("p2_001").tolist() == [2]
+    assert data[0].rows_starting(["p2_001"]).tolist() == [2]
     with pytest.raises(UserError, match="has no clip 'p2'; its first is 'p1_001'"):
         data[0].rows_named("p2")
 
@@ -124,7 +124,6 @@ class Settings:
     data: str
     eval_data: str = ""
     hold_out: list = field(default_factory=list)
-    eval_files: int = 0
     allow_overlap: bool = False
     without: tuple = ("eval_split",)
 
@@ -135,8 +134,6 @@ def test_held_out_speakers_are_never_trained_on(data, one_rank):
     train_pairs, train_rows, eval_pairs, rows = split_pairs(settings, 16000, one_rank)
     assert [train_pairs.id(i) for i in train_rows] == ["p1_001", "p1_002"]
     assert [eval_pairs.id(i) for i in rows] == ["p2_001", "p3_001"]
-    *_, rows = split_pairs(Settings(str(pairs.folder), hold_out=["p"[:1] + "1"], eval_files=1), 16000, one_rank)
-    assert len(rows) == 1
     for prefixes, sentence in ((["q"], "no id in"), (["p"], "leaves nothing")):
         with pytest.raises(UserError, match=sentence):
             split_pairs(Settings(str(pairs.folder), hold_out=prefixes), 16000, one_rank)

@@ -7,7 +7,6 @@ import torch
 
 SMALL = {
     "channels": 8,
-    "disc_channels": 4,
     "seconds": 0.5,
     "micro_batch": 1,
     "accumulation": 2,
@@ -18,7 +17,6 @@ SMALL = {
     "eval_every": 0,
     "save_every": 0,
     "samples": 0,
-    "probe": 8,
     "gradient_checkpointing": False,
 }
 
@@ -32,10 +30,9 @@ def small_probe(watch) -> None:
 
 
 @contextlib.contextmanager
-def watched(recipe, process, nan=None, out_of_memory=None):
-    """`nan`: a sample of this clip is NaN. `out_of_memory`: {loss: [step, parts]}; from this step on the main rank has
-    memory for the backward pass only in this many parts. Every rank writes RUN/networks-RANK.pt with weights and
-    buffers of both networks as the last step left them, before the best checkpoint is loaded for the export."""
+def watched(recipe, process, nan=None):
+    """`nan`: a sample of this clip is NaN. Every rank writes RUN/networks-RANK.pt with weights and buffers of both
+    networks as the last step left them, before the best checkpoint is loaded for the export."""
     from common.pairs import Crops
     from common.runs import Run
     from models.cmgan import watch
@@ -54,49 +51,29 @@ def watched(recipe, process, nan=None, out_of_memory=None):
         torch.save(networks, run.folder / f"networks-{process.rank}.pt")
         return load_best(run, engines, *arguments)
 
-    def run_out(gradient):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def needing_parts(loss, step, parts):
-        computed = []
-
-        def disturbed_loss(model, *args, **kwargs):
-            computed.append(1)
-            output = loss(model, *args, **kwargs)
-            if process.is_main and len(computed) >= step and model.parts < parts:
-                output.loss_sum.register_hook(run_out)  # in the backward pass, when other ranks may be ahead
-            return output
-
-        return disturbed_loss
-
-    losses = {name: getattr(recipe, name) for name in out_of_memory or {}}
-    for name, loss in losses.items():
-        setattr(recipe, name, needing_parts(loss, *out_of_memory[name]))
     Crops.batch, Run.load_best = batch_with_nan, save_networks
     try:
         yield
     finally:
         Crops.batch, Run.load_best, watch.PROBE = batch, load_best, probe
-        for name, loss in losses.items():
-            setattr(recipe, name, loss)
 
 
 # ---- on a device that is not there (fake_device.py) ------------------------------------------------------------
 
 
-def generator_step(channels: int = 8, disc_channels: int = 4, crops: int = 4, seconds: float = 2.0, **flags) -> tuple:
+def generator_step(channels: int = 8, crops: int = 4, seconds: float = 2.0, **flags) -> tuple:
     """Networks, micro-batch and loss of the generator's step."""
     import cmgan
     from models.cmgan import signal
     from models.cmgan.watch import GanRamp
 
-    config = cmgan.Config(channels=channels, disc_channels=disc_channels, **flags)
+    config = cmgan.Config(channels=channels, **flags)
     generator, discriminator = cmgan.build_model(config, {"zero_optimization": {"stage": 2}})
     networks = torch.nn.ModuleDict({"g": generator, "d": discriminator.requires_grad_(False)}).train()
     samples = int(16000 * seconds)
     batch = {"noisy": torch.zeros(crops, samples), "clean": torch.zeros(crops, samples), "positions": crops * samples}
     batch["hiss"] = signal._hiss(samples, torch.device("cpu"))
-    gan_ramp = GanRamp(False, 0.8, 0.6, 1)
+    gan_ramp = GanRamp(False)
 
     def loss(networks, batch):
         # A step after the first, which has left the hiss on the device.
@@ -107,21 +84,19 @@ def generator_step(channels: int = 8, disc_channels: int = 4, crops: int = 4, se
 
 
 def discriminator_step(channels: int = 4, crops: int = 4, seconds: float = 2.0) -> tuple:
-    """The same of the discriminator's, with --noisy-term and --replay."""
+    """The same of the discriminator's, with --noisy-term."""
     import cmgan
     from models.cmgan.labels import Labelled
     from models.cmgan.network import BINS, Discriminator
 
     frames = int(16000 * seconds) // 100 + 1
-    names = ("clean", "made", "noisy", "past clean", "past made")
-    batch = {name: torch.zeros(crops, 1, BINS, frames) for name in names}
+    batch = {name: torch.zeros(crops, 1, BINS, frames) for name in ("clean", "made", "noisy")}
     batch |= {name: torch.zeros(crops) for name in ("labels", "valid")} | {"positions": crops * int(16000 * seconds)}
 
     def loss(discriminator, batch):
         labels, valid = batch["labels"], batch["valid"]
-        past = [(batch["past clean"], batch["past made"], labels, valid)]
         others = [batch["made"], batch["noisy"]]
-        labelled = Labelled(batch["clean"], others, [labels] * 2, [valid] * 2, past)
+        labelled = Labelled(batch["clean"], others, [labels] * 2, [valid] * 2)
         return cmgan.discriminator_loss(discriminator, (labelled, float(crops), [float(crops)] * 2))
 
     return Discriminator(channels).train(), batch, loss

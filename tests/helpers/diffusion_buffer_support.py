@@ -2,18 +2,21 @@
 
 import contextlib
 import functools
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from common.keyed_random import generator
 from diffusion_buffer import Config, compute_loss
+from models.diffusion_buffer import enhance, signal
 from models.diffusion_buffer.data import Clips
-from models.diffusion_buffer.diagnose import clips_of
 from models.diffusion_buffer.network import build_network
-from models.diffusion_buffer.signal import RATE, Spec, spec_of
+from models.diffusion_buffer.signal import RATE, Spec
+from models.diffusion_buffer.weights import spec_of
 
 
 def speechlike(seconds: float, seed: int = 0) -> np.ndarray:
@@ -35,9 +38,95 @@ def pair(seconds: float = 2.0, snr: float = 5.0) -> tuple[np.ndarray, np.ndarray
     return clean + noise, clean
 
 
+def clips_of(noisy: np.ndarray, clean: np.ndarray, spec: Spec, gains: bool = False) -> Clips:
+    """A training set of one pair, without a dataset on disk; its level changes only with `gains`."""
+    sides = [(np.clip(side, -1, 1) * 32767).astype(np.int16) for side in (noisy, clean)]
+    pairs = SimpleNamespace(
+        samples=np.array([len(clean)]),
+        id=lambda i: "clip",
+        noisy=lambda i: sides[0],
+        clean=lambda i: sides[1],
+        folder="-",
+    )
+    clips = Clips(pairs, np.array([0]), spec, seed=0)
+    if not gains:
+        clips.gain = lambda key: 0.0
+    return clips
+
+
 def batch_of(spec: Spec, crops: int) -> dict:
-    batch = clips_of(*pair(2.0), spec).batch([(epoch, 0) for epoch in range(crops)])
-    return batch | {"autocast": False, "own": False}
+    return clips_of(*pair(2.0), spec).batch([(epoch, 0) for epoch in range(crops)]) | {"autocast": False}
+
+
+# ---- in place of a network -------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """Replaces the network: returns the exact score or clean frames of a known pair. `sign` -1 flips the score.
+
+    Where the noisy frames that it is shown are not the pair's own, it is wrong by the difference: otherwise a stream
+    that does not move them with its buffer would go unnoticed.
+    """
+
+    def __init__(self, noisy: np.ndarray, clean: np.ndarray, spec: Spec, sign: int = 1):
+        self.spec, self.sign, self.count = spec, sign, 0
+        frames = -(-len(clean) // spec.hop) + 3 * spec.buffer
+        before = torch.zeros(spec.bins, spec.frames - 1) + 0j
+        self.noisy, self.clean = (
+            torch.cat([before, signal.whole_spectrum(torch.from_numpy(wave), spec, frames)], dim=1)
+            for wave in (noisy, clean)
+        )
+        t = signal.inference_times(spec)
+        self.t = torch.from_numpy(t.astype(np.float32))
+        self.variance = torch.from_numpy(np.square(signal.sigma(spec, t)).astype(np.float32))
+
+    def embed(self, t):
+        return []
+
+    def __call__(self, x, y, times, scale):
+        size = self.spec.buffer
+        shown = slice(self.count, self.count + self.spec.frames)
+        misplaced = (y[0] - self.noisy[:, shown]).abs().amax(1, keepdim=True)  # 0 if every frame is in its place
+        clean = self.clean[:, shown][:, -size:] + misplaced
+        self.count += 1
+        if not self.spec.predicts_clean:
+            mean = (1 - self.t) * clean + self.t * y[0, :, -size:]
+            clean = -self.sign * (x[0, :, -size:] - mean) / self.variance
+        return torch.cat([x[0, :, :-size], clean], dim=1)[None]
+
+
+class PassThrough:
+    """Replaces the network: returns the noisy frames as if they were clean."""
+
+    def embed(self, t):
+        return []
+
+    def __call__(self, x, y, times, scale):
+        return y
+
+
+def randomised(network):
+    """The network with weights that are not nearly zero, so that every input has an influence."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad and parameter.dim() > 1:
+                parameter.normal_(0, (2 / parameter[0].numel()) ** 0.5 * 0.5)
+    return network
+
+
+def measure_latency(spec: Spec, delay: int) -> int:
+    """Samples that go in until an impulse comes out, from the position in a hop where it takes longest."""
+    stream = enhance.Stream(PassThrough(), spec, delay)
+    position = (spec.buffer + 4) * spec.hop - spec.n_fft // 2
+    given = 0
+    for i in range(position + spec.n_fft + (delay + 2) * spec.hop):
+        enhanced = stream.push(np.array([float(i == position)]))
+        loud = np.flatnonzero(np.abs(enhanced) > 0.5)
+        if len(loud):
+            assert given + loud[0] == position, "the impulse came out at another position"
+            return i + 1 - position
+        given += len(enhanced)
+    raise AssertionError("the impulse never came out")
 
 
 def overfit(
@@ -52,7 +141,7 @@ def overfit(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1, (step + 1) / 20) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        batch = clips.batch([(step * crops + i, 0) for i in range(crops)]) | {"autocast": False, "own": False}
+        batch = clips.batch([(step * crops + i, 0) for i in range(crops)]) | {"autocast": False}
         loss = compute_loss(network, batch, spec).loss_sum / (crops * spec.bins * spec.buffer)
         optimizer.zero_grad()
         loss.backward()
@@ -64,53 +153,38 @@ def overfit(
     return network, losses
 
 
-def training_step(network: str, width: int = 8, crops: int = 4, **flags) -> tuple:
+def training_step(network: str, width: int = 8, crops: int = 4, **settings) -> tuple:
     """Network, micro-batch and loss of a training step."""
-    config = Config(network=network, width=width, **flags)
+    config = Config(spec=json.dumps({"network": network} | ({"width": width} if width else {}) | settings))
     spec = spec_of(config)
-    clips = clips_of(*pair(2.5), spec)
-    clips.config = config
-    batch = clips.batch([(epoch, 0) for epoch in range(crops)])
-    batch |= {"autocast": config.precision == "bf16", "own": config.context_own > 0}
+    batch = clips_of(*pair(2.5), spec).batch([(epoch, 0) for epoch in range(crops)])
     model = build_network(spec.network, spec.width, spec.block).train()
-    return model, batch, functools.partial(compute_loss, spec=spec)
+    return model, batch | {"autocast": config.precision == "bf16"}, functools.partial(compute_loss, spec=spec)
 
 
 # ---- in the ranks (rank_server.py) -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def disturbed(recipe, process, nan=None, inf=False, fits=99, from_step=1, scores=None):
-    """`nan`: this clip's samples are NaN. `inf`: the loss is infinite under autocast. `fits`: more crops at once are
-    too much for the main rank's memory, in the backward pass from this step on. `scores`: what the evaluations return
-    from step 1 on."""
-    item, loss_fn, evaluate, computed = Clips.item, recipe.compute_loss, recipe.evaluate, []
+def disturbed(recipe, process, nan=None, scores=None):
+    """`nan`: this clip's samples are NaN. `scores`: what the evaluations return from step 1 on."""
+    item, evaluate = Clips.item, recipe.evaluate
 
-    def item_with_nan(self, row, epoch, name, spec):
-        sample = item(self, row, epoch, name, spec)
+    def item_with_nan(self, row, epoch, name):
+        sample = item(self, row, epoch, name)
         if name == nan:
             sample["noisy"][:] = float("nan")
         return sample
-
-    def out_of_memory(gradient):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def disturbed_loss(model, batch, spec):
-        computed.append(1)
-        output = loss_fn(model, batch, spec)
-        if process.is_main and len(batch["ids"]) > fits and len(computed) >= from_step:
-            output.loss_sum.register_hook(out_of_memory)  # in the backward pass, when other ranks may be ahead
-        return output._replace(loss_sum=output.loss_sum * float("inf")) if inf and batch["autocast"] else output
 
     def scored(model, clips, run, ema, step):
         score = evaluate(model, clips, run, ema, step)
         return scores[step - 1] if scores and step else score
 
-    Clips.item, recipe.compute_loss, recipe.evaluate = item_with_nan, disturbed_loss, scored
+    Clips.item, recipe.evaluate = item_with_nan, scored
     try:
         yield
     finally:
-        Clips.item, recipe.compute_loss, recipe.evaluate = item, loss_fn, evaluate
+        Clips.item, recipe.evaluate = item, evaluate
 
 
 def save_network(engine, config, process) -> None:

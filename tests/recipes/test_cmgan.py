@@ -59,10 +59,6 @@ def runs(datasets, two_ranks, tmp_path_factory):
         "bf16": {"ds": "ds_configs/zero2.json", "precision": "bf16", "steps": 2},
         "silent": {"ds": support.stage_file(folder, 1), "data": str(datasets / "silent")},
     }
-    four_crops = {"ds": "ds_configs/zero2.json", "micro_batch": 4, "accumulation": 1, "gradient_checkpointing": True}
-    configs["room"] = four_crops
-    limits = {"compute_loss": [2, 2], "discriminator_loss": [3, 4]}
-    configs["oom"] = four_crops | {"_options": {"out_of_memory": limits}}
     configs["nan"] = {"ds": "ds_configs/zero2.json", "_options": {"nan": name}}
     configs = {name: {**SMALL, "data": str(datasets / "train"), **config} for name, config in configs.items()}
     return Runs(two_ranks, "cmgan", folder, configs, around="helpers.cmgan_support:watched")
@@ -240,22 +236,6 @@ def test_a_nan_is_named_skipped_in_both_networks_and_leaves_no_trace(runs):
     nets = networks(runs / "nan")
     assert all(value.isfinite().all() for net in nets.values() for value in net.values())
     assert all(int(v) == SMALL["steps"] - 1 for k, v in nets["g"].items() if k.endswith("num_batches_tracked"))
-
-
-def test_what_no_longer_fits_on_one_rank_is_computed_in_parts_on_both_with_the_same_result(runs):
-    """BatchNorm, dropout, PESQ labels and all: first the generator's micro-batch runs out, a step later the
-    discriminator's."""
-    events = [r for r in support.metrics(runs / "oom") if r.get("event") == "out_of_memory"]
-    assert [(event["step"], event["parts"]) for event in events] == [(2, 2), (3, 4)]
-    printed = (runs / "oom" / "printed.log").read_text()
-    assert "a micro-batch of 4 runs out of memory; from here on it is computed in 2 parts" in printed
-    for key in ("loss", "loss_d", "grad_norm", "grad_norm_d"):
-        found, expected = ([r[key] for r in support.step_records(runs / name)] for name in ("oom", "room"))
-        assert found[:1] == expected[:1] and found == pytest.approx(expected, rel=1e-5), key
-    expected = networks(runs / "room")
-    for rank in (0, 1):
-        for name, weights in networks(runs / "oom", rank).items():
-            assert max(float((weights[k] - expected[name][k]).abs().max()) for k in weights) <= 1e-6
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------------

@@ -130,7 +130,13 @@ def runs(demo, higgs_demo, demo_mot, pairs, two_ranks, tmp_path_factory):
     lora = {**dia_support.SMALL, **dia}
     higgs = {**higgs_support.SMALL, **higgs_support.assets(higgs_demo)}
     mot = {**mot_support.SMALL, **mot_support.assets(demo_mot)}
-    buffer = {"width": 8, "frames": 16, "buffer": 4, "micro_batch": 2, "precision": "fp32", "ema": 0.9, "lr": 1e-3}
+    buffer = {
+        "spec": '{"width": 8, "frames": 16, "buffer": 4}',
+        "micro_batch": 2,
+        "precision": "fp32",
+        "ema": 0.9,
+        "lr": 1e-3,
+    }
     configs = {
         "dia_lora": {
             "zero0": {**lora, "ds": zero0, "ema": 0.9},

@@ -17,8 +17,7 @@ from common.plan import Plan
 from helpers import support
 from helpers.diffusion_buffer_support import pair
 from helpers.rank_server import Runs
-from models.diffusion_buffer import signal
-from models.diffusion_buffer.data import Clips, buffer_size
+from models.diffusion_buffer.data import Clips
 from models.diffusion_buffer.enhance import enhance
 from models.diffusion_buffer.weights import load_network
 
@@ -26,13 +25,9 @@ pytestmark = pytest.mark.distributed
 ZERO2 = pytest.param("zero2", marks=pytest.mark.quick)
 
 # At this rate float noise stays under 1e-6 in all weights: Adam divides it by gradients that start near 1e-10.
+SPEC = {"width": 8, "n_fft": 126, "hop": 64, "frames": 16, "buffer": 4}
 SMALL = {
-    "width": 8,
-    "n_fft": 126,
-    "hop": 64,
-    "frames": 16,
-    "buffer": 4,
-    "context_noise": 0.5,
+    "spec": json.dumps(SPEC),
     "micro_batch": 2,
     "accumulation": 2,
     "steps": 4,
@@ -67,34 +62,31 @@ def runs(data, two_ranks, tmp_path_factory):
     """runs / name: the folder of a two-rank run, trained when it is first asked for."""
     folder = tmp_path_factory.mktemp("runs")
     zero2 = {"ds": "ds_configs/zero2.json"}
-    evaluated = {**zero2, "hold_out": ["held"], "eval_files": 1}
-    bf16 = {**zero2, "precision": "bf16", "steps": 3}
+    causal = SPEC | {"network": "block_causal", "block": 16}
+    evaluated = {**zero2, "hold_out": ["held"]}
     jobs = {
         "zero0": {"config": {"ds": support.stage_file(folder, 0)}},
         "zero1": {"config": {"ds": support.stage_file(folder, 1)}},
         "zero2": {"config": evaluated | {"samples": 1}},
         "split": {"config": {**evaluated, "micro_batch": 4, "accumulation": 1}},
         "ones": {"config": {**evaluated, "micro_batch": 1, "accumulation": 4}},
-        "dsm": {"config": {**zero2, "loss": "dsm", "steps": 2}},
-        "causal": {"config": {**zero2, "network": "block_causal", "block": 16, "steps": 2}},
-        "bf16": {"config": bf16},
-        "inf": {"config": bf16, "inf": True},
+        "dsm": {"config": {**zero2, "spec": json.dumps(SPEC | {"loss": "dsm"}), "steps": 2}},
+        "causal": {"config": {**zero2, "spec": json.dumps(causal), "steps": 2}},
+        "bf16": {"config": {**zero2, "precision": "bf16", "steps": 3}},
+        "full": {"config": {**zero2, "steps": 3}},
         "nan": {"config": {**zero2, "micro_batch": 1, "accumulation": 1}, "nan": "clip_2"},
-        "oom": {"config": {**evaluated, "micro_batch": 4, "accumulation": 1}, "fits": 2, "from_step": 3},
-        "drawn": {"config": {**zero2, "buffer": 7, "buffer_low": 4, "context_noise": 0.0}},
-        "overfit": {"config": {**zero2, "overfit": "clip_3", "steps": 3}},
-        "again": {"config": {**zero2, "overfit": "clip_3", "steps": 3}},
+        "again": {"config": evaluated | {"samples": 1}},
         "plateau": {
-            "config": {**evaluated, "steps": 8, "schedule": "plateau", "patience": 2, "eval_every": 1},
-            "scores": [3.0, 2.0, 2.5, 2.0, 1.0, 1.5, None, 0.5],
+            "config": {**evaluated, "steps": 8, "schedule": "plateau", "eval_every": 1},
+            "scores": [3.0, 3.5, 3.0, 3.5, 1.0, 1.5, None, 1.0],
         },
         "dry": {"config": {**zero2, "dry_run": True}},
     }
     configs = {}
     for name, job in jobs.items():
         configs[name] = {**SMALL, "data": str(data), **job.pop("config"), "_options": job}
-        if name in ("zero0", "zero1", "drawn"):
-            configs[name] |= {"hold_out": ["held"], "eval_files": 1}
+        if name in ("zero0", "zero1"):
+            configs[name] |= {"hold_out": ["held"]}
     here = "helpers.diffusion_buffer_support"
     return Runs(
         two_ranks, "diffusion_buffer", folder, configs, around=f"{here}:disturbed", after=f"{here}:save_network"
@@ -119,9 +111,6 @@ def dp_loss(network, batch):
     t, z, first = batch["t"][:, None], batch["z"], 16 - batch["t"].shape[1]
     buffer = (1 - t) * clean[..., first:] + t * noisy[..., first:] + batch["sigma"][:, None] * z
     context = clean[..., :first]
-    if "context_mix" in batch:
-        mixed = batch["context_mix"][:, None, None] * (noisy - clean)[..., :first]
-        context = context + mixed + batch["context_noise"]
     x = torch.cat([context, buffer], dim=-1)
     times = torch.cat([torch.zeros(len(x), first), batch["t"]], dim=1)
     out = network(x, noisy, network.embed(times), torch.ones(1, 16))[..., first:]
@@ -133,22 +122,20 @@ def plain(data):
     return train_plainly(data)
 
 
-def train_plainly(data, sizes=(4, 4, 4, 4), **changes):
-    """The same training in one process with torch's own AdamW: weights, their average, losses, norms. `sizes`: of the
-    buffer in each step."""
-    config = recipe.Config(**(SMALL | changes), data=str(data))
-    spec = signal.spec_of(config)
-    network = recipe.build_model(config, {"zero_optimization": {"stage": 0}}, spec)
+def train_plainly(data):
+    """The same training in one process with torch's own AdamW: weights, their average, losses, norms."""
+    config = recipe.Config(**SMALL, data=str(data))
+    network, spec = recipe.build_model(config, {"zero_optimization": {"stage": 0}})
     pairs = PairDataset(str(data), 16000)
-    clips = Clips(pairs, np.arange(6), spec, config)
+    clips = Clips(pairs, np.arange(6), spec, config.seed)
     plan = Plan(np.ones(6, dtype=np.int64), 1, config.seed)
     weights = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     averaged, losses, norms = [p.detach().clone() for p in weights], [], []
     for step in range(4):
         chosen = [plan.micro_batch(number) for number in range(8 * step, 8 * step + 8)]
-        batch = clips.batch([(epoch, int(clip[0])) for epoch, clip in chosen], sizes[step])
-        loss = dp_loss(network, batch) / (8 * 64 * sizes[step])
+        batch = clips.batch([(epoch, int(clip[0])) for epoch, clip in chosen])
+        loss = dp_loss(network, batch) / (8 * 64 * 4)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(weights, 1.0)))
         rate = 2e-5 * (step + 1) / 2 if step < 2 else 2e-5 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2))))
@@ -167,7 +154,7 @@ def worst(found, expected) -> float:
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
-@pytest.mark.parametrize("run", ["zero0", "zero1", ZERO2, "split", "ones", "oom"])
+@pytest.mark.parametrize("run", ["zero0", "zero1", ZERO2, "split", "ones"])
 def test_two_ranks_equal_one_process_however_the_crops_are_split(runs, plain, run):
     weights, averaged, losses, norms = plain
     for rank in (0, 1):
@@ -177,43 +164,27 @@ def test_two_ranks_equal_one_process_however_the_crops_are_split(runs, plain, ru
     records = support.step_records(runs / run)
     assert [record["loss"] for record in records] == pytest.approx(losses, abs=1e-6)
     assert [record["grad_norm"] for record in records] == pytest.approx(norms, rel=1e-4)
-    start = recipe.build_model(recipe.Config(**SMALL), {"zero_optimization": {"stage": 0}}, signal.Spec(width=8))
+    start, _ = recipe.build_model(recipe.Config(**SMALL), {"zero_optimization": {"stage": 0}})
     assert worst(start.state_dict(), weights) > 2e-5  # more than a step's rate: it has moved
 
 
-def test_buffers_of_drawn_sizes_are_the_same_on_all_ranks(runs, data):
-    sizes = [buffer_size(step, signal.Spec(buffer=7), recipe.Config(buffer_low=4)) for step in range(4)]
-    assert len(set(sizes)) > 1 and set(sizes) <= {4, 5, 6, 7}
-    weights, _, losses, _ = train_plainly(data, sizes, buffer=7, context_noise=0.0)
-    for rank in (0, 1):
-        assert worst(network_of(runs / "drawn", rank), weights) <= 1e-6
-    assert [record["loss"] for record in support.step_records(runs / "drawn")] == pytest.approx(losses, abs=1e-6)
-
-
-def test_a_micro_batch_that_no_longer_fits_on_one_rank_is_computed_in_parts_on_both_and_said(runs):
-    (event,) = [r for r in support.metrics(runs / "oom") if r.get("event") == "out_of_memory"]
-    assert (event["step"], event["parts"]) == (3, 2)
-    printed = (runs / "oom" / "printed.log").read_text()
-    assert "a micro-batch of 4 runs out of memory; from here on it is computed in 2 parts" in printed
-
-
-def test_one_clip_alone_twice_the_same_and_evaluated_on_itself(runs):
-    records = [support.step_records(runs / name) for name in ("overfit", "again")]
+def test_the_same_run_twice_is_the_same(runs):
+    records = [support.step_records(runs / name) for name in ("zero2", "again")]
     assert [r["loss"] for r in records[0]] == [r["loss"] for r in records[1]]
-    assert len({r["loss"] for r in records[0]}) == 3  # other crops and noise of it in each step
-    evals = [[r for r in support.metrics(runs / n) if r.get("event") == "eval"] for n in ("overfit", "again")]
+    assert len({r["loss"] for r in records[0]}) == 4  # other crops and noise in each step
+    evals = [[r for r in support.metrics(runs / n) if r.get("event") == "eval"] for n in ("zero2", "again")]
     assert str(evals[0]) == str(evals[1]) and len(evals[0]) == 2 and math.isfinite(evals[0][1]["si_sdr"])
-    a, b = network_of(runs / "overfit"), network_of(runs / "again", 1)
+    a, b = network_of(runs / "zero2"), network_of(runs / "again", 1)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_plateau_of_the_chosen_metric_lowers_the_rate(runs):
-    """Scores 3 2 2.5 2 | 1 1.5 none | 0.5: after two that are not better, half of the rate."""
+    """Scores 3, 3.5 3 3.5 | 1, 1.5 none 1 |: after three that are not better, half of the rate."""
     rates = [record["lr"] for record in support.step_records(runs / "plateau")]
-    assert rates == pytest.approx([1e-5, 2e-5, 2e-5, 2e-5, 1e-5, 1e-5, 1e-5, 5e-6])
+    assert rates == pytest.approx([1e-5, 2e-5, 2e-5, 2e-5, 1e-5, 1e-5, 1e-5, 1e-5])
     exported = json.loads((runs / "plateau" / "export" / "config.json").read_text())
     assert (
-        exported["checkpoint"] == {"step": 8, "score": 0.5, "why": "the best by si_sdr"}
+        exported["checkpoint"] == {"step": 5, "score": 1.0, "why": "the best by si_sdr"}
         and exported["recipe"] == "diffusion_buffer"
     )
 
@@ -268,17 +239,9 @@ def test_other_networks_and_losses_train_too(runs):
 
 
 def test_bf16_is_only_in_the_network(runs):
-    half, full = ([r["loss"] for r in support.step_records(runs / name)] for name in ("bf16", "inf"))
+    half, full = ([r["loss"] for r in support.step_records(runs / name)] for name in ("bf16", "full"))
     assert half == pytest.approx(full, rel=0.05) and half != full
     assert all(value.dtype == torch.float32 for value in network_of(runs / "bf16").values())
-
-
-def test_a_loss_that_only_fp32_can_compute_is_computed_in_fp32(runs):
-    records = support.metrics(runs / "inf")
-    fallbacks = [r for r in records if r.get("event") == "amp_fallback"]
-    assert [r["step"] for r in fallbacks] == [1] and fallbacks[0]["until"] == 101
-    assert not [r for r in records if r.get("event") == "skip"]
-    assert len(support.step_records(runs / "inf")) == 3
 
 
 def test_a_clip_that_is_not_finite_is_named_and_skipped_on_all_ranks(runs):
@@ -304,16 +267,16 @@ def test_a_dry_run_takes_one_step_and_writes_no_run(runs):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--buffer", "500", "--frames", "64"], "--buffer 500 does not fit into --frames 64"),
-        (["--t-eps", "0"], "0 < t-eps < t-max < 1"),
+        (["--spec", '{"width": 8, "buffer": 500}'], "buffer 500 does not fit into 128 frames"),
+        (["--spec", '{"t_eps": 0}'], "t_eps 0"),
+        (["--spec", "nowhere"], "--spec nowhere is neither one of ncsnpp"),
         (["--ds", "ds_configs/zero3.json"], "need no sharding, use zero2.json"),
         (["--model", "somewhere"], "--model without --data"),
-        (["--overfit", "nobody"], "has no clip 'nobody'; its first is 'clip_0'"),
         (["--schedule", "plateau"], "--schedule plateau needs evaluations"),
     ],
 )
 def test_mistakes_end_with_exit_code_2(data, tmp_path, words, message):
-    settings = ["--data", str(data), "--width", "8", "--out", str(tmp_path / "run")]
+    settings = ["--data", str(data), "--out", str(tmp_path / "run")]
     if "--model" in words:
         settings = settings[2:]
     codes, outputs = support.run_recipe(*settings, *words, world=1, recipe="diffusion_buffer")

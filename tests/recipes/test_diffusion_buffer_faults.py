@@ -22,17 +22,26 @@ from helpers.faults import (
 pytestmark = [pytest.mark.distributed, pytest.mark.fault]
 
 SCRIPT = support.ROOT / "finetune" / "diffusion_buffer.py"
-# Average, context noise, drawn buffers, tracked levels, accumulation and a plateau are on: each of them is state that a
-# resume could lose.
+# Average, tracked levels, accumulation and a plateau are on: each of them is state that a resume could lose.
+SPEC = '{"width": 8, "frames": 16, "buffer": 6, "level": "track"}'
 JOB = (
-    "--width 8 --frames 16 --buffer 6 --buffer-low 4 --context-noise 0.5 --context-own 0.5 --level track "
-    "--micro-batch 2 --accumulation 2 --steps 9 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov --eval-files 1 "
-    "--eval-every 3 --save-every 3 --samples 0 --best-by lsd --schedule plateau --patience 1 --drop 0.7"
+    "--micro-batch 2 --accumulation 2 --steps 9 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov "
+    "--eval-every 1 --save-every 3 --samples 0 --best-by lsd --schedule plateau"
 ).split()
 
 
 def job(run, pairs) -> list[str]:
-    return ["--ds", str(support.ROOT / "ds_configs/zero2.json"), "--data", str(pairs), *JOB, "--out", str(run)]
+    return [
+        "--ds",
+        str(support.ROOT / "ds_configs/zero2.json"),
+        "--data",
+        str(pairs),
+        *JOB,
+        "--spec",
+        SPEC,
+        "--out",
+        str(run),
+    ]
 
 
 def run_ranks(run, pairs):
@@ -41,7 +50,7 @@ def run_ranks(run, pairs):
 
 @pytest.fixture(scope="module")
 def pairs(pairs, tmp_path_factory):
-    return support.cut_pairs(pairs, tmp_path_factory.mktemp("cut") / "pairs")
+    return support.cut_pairs(pairs, tmp_path_factory.mktemp("cut") / "pairs", held_out=1)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +124,10 @@ def test_another_diffusion_is_refused_and_another_split_is_not(whole, pairs, tmp
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     words = job(run, pairs)
-    codes, outputs = support.run_recipe(*words, "--sde-c", "0.52", world=1, recipe="diffusion_buffer")
-    assert codes == [2] and "sde_c: 0.08 then, 0.52 now" in outputs[0]
+    codes, outputs = support.run_recipe(
+        *words, "--spec", SPEC.replace("}", ', "sde_c": 0.52}'), world=1, recipe="diffusion_buffer"
+    )
+    assert codes == [2] and "belongs to another run (spec: " in outputs[0]
     # the checkpoint of step 6 with the same crops in other micro-batches or ranks: the same losses to rounding
     shutil.rmtree(run / "checkpoints" / "step-00000009")
     entries = checkpoint.read_index(run / "checkpoints")

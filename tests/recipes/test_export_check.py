@@ -205,7 +205,7 @@ def runs(demo, higgs_demo, demo_mot, pairs, two_ranks, tmp_path_factory):
     mot = {**mot_support.SMALL, **mot_support.assets(demo_mot)}
     dia = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
     enhance = {"data": str(pairs), "ds": zero2, "ema": 0.9}
-    buffer = {"width": 8, "frames": 16, "buffer": 4, "micro_batch": 2, "precision": "fp32", "samples": 0}
+    buffer = {"spec": '{"width": 8, "frames": 16, "buffer": 4}', "micro_batch": 2, "precision": "fp32", "samples": 0}
     configs = {
         "dia_lora": {"bf16": {**dia_support.SMALL, **dia, "ds": zero3, "ema": 0.5, "precision": "bf16"}},
         "higgs_clone": {

@@ -2,10 +2,7 @@
 host never waits, and few kernels are launched. Launches do not depend on the width of a network."""
 
 import pytest
-import torch
 
-import cmgan
-import diffusion_buffer
 from helpers import cmgan_support, diffusion_buffer_support, fake_device
 
 
@@ -33,29 +30,11 @@ def test_cmgan_discriminator():
     "network, launches, flags",
     [
         ("ncsnpp", 1050, {}),
-        pytest.param("block_causal", 1700, {"phase": "middle"}, marks=pytest.mark.long),
+        pytest.param("block_causal", 1700, {}, marks=pytest.mark.long),
         ("ncsnpp", 1050, {"loss": "dsm"}),
-        ("ncsnpp", 1600, {"level": "track", "context_noise": 1.0, "context_own": 1.0}),
+        ("ncsnpp", 1050, {"level": "track"}),
     ],
 )
 def test_diffusion_buffer(network, launches, flags):
     counts = count(*diffusion_buffer_support.training_step(network, **flags))
     assert not counts.syncs and launches / 2 < counts.launches <= launches
-
-
-@pytest.mark.parametrize("recipe", [cmgan, diffusion_buffer])
-def test_matrix_products_use_tf32_only_when_asked(recipe, monkeypatch):
-    class Started(Exception):
-        pass
-
-    def build_model(*_):
-        raise Started
-
-    monkeypatch.setattr(recipe, "build_model", build_model)
-    try:
-        for flags, expected in (({}, "highest"), ({"tf32": True}, "high")):
-            with pytest.raises(Started):
-                recipe.train(recipe.Config(data="pairs", **flags), None, {}, None)
-            assert torch.get_float32_matmul_precision() == expected
-    finally:
-        torch.set_float32_matmul_precision("highest")

@@ -1,5 +1,6 @@
 """Measures CMGAN on whole files that it was not trained on; samples; the test set."""
 
+import csv
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from models.cmgan.enhance import enhance
 from models.cmgan.watch import GanRamp, Probe, agreement, term_shares
 from models.cmgan.weights import load_networks
 
+WINDOW = 16 * signal.RATE  # samples; longer recordings are evaluated in overlapping windows
+
 
 def sounds(pairs: PairDataset, row: int) -> tuple[np.ndarray, np.ndarray]:
     """Noisy and clean as float32 in -1..1."""
@@ -33,7 +36,6 @@ class EvalFiles:
     pairs: PairDataset
     rows: np.ndarray
     loss_terms: Callable  # the recipe's: (estimate, discriminator) -> unweighted terms by name
-    window: int  # samples; longer files are enhanced in overlapping windows
     scorer: Scorer
     process: Process
 
@@ -50,7 +52,7 @@ class EvalFiles:
         for place in range(process.rank, len(self.rows), process.world):
             still_alive()
             noisy, clean = sounds(self.pairs, self.rows[place])
-            wave = enhance(generator, noisy, self.window, process.device)
+            wave = enhance(generator, noisy, WINDOW, process.device)
             normalised = signal.normalise(*(torch.from_numpy(side)[None].to(process.device) for side in (noisy, clean)))
             output = torch.from_numpy(wave)[None].to(process.device) * normalised.scale[:, None]
             clean_spec = signal.spectrum(normalised.clean)
@@ -83,7 +85,7 @@ class Evaluation:
     def __init__(self, files: EvalFiles, config):
         self.files = files
         length = int(config.seconds * signal.RATE)
-        self.probe = Probe(files.pairs, files.rows, config.probe, length, config.seed, files.scorer, files.process)
+        self.probe = Probe(files.pairs, files.rows, length, config.seed, files.scorer, files.process)
         self.noisy = files.measure_noisy()
         say(f"evaluation on {len(files.rows)} files; the noisy input has PESQ {self.noisy['pesq']:.3f}, STOI"
             f" {self.noisy['stoi']:.3f}, SI-SDR {self.noisy['si_sdr']:.2f} dB")  # fmt: skip
@@ -175,7 +177,7 @@ def sample(generator, evaluation: Evaluation, run: Run, ema: Ema, step: int) -> 
         for place in range(process.rank, min(run.config.samples, len(files.rows)), process.world):
             row = files.rows[place]
             noisy, clean = sounds(files.pairs, row)
-            wave = enhance(generator, noisy, files.window, process.device)
+            wave = enhance(generator, noisy, WINDOW, process.device)
             for folder, sound in ((f"step-{step:08d}", wave), ("noisy", noisy), ("clean", clean)):
                 facts = {"name": f"file-{place:04d}", "text": files.pairs.id(row)}
                 facts |= measured(files.scorer.measure(clean, sound))
@@ -207,18 +209,14 @@ def means(rows: list[dict]) -> dict[str, float]:
 def write_table(path: Path, rows: list[dict]) -> None:
     """A CSV file with one line per evaluation file."""
     names = [name for name in rows[0] if name != "place"]
-    lines = [",".join(names)] + [",".join(_cell(row[name]) for name in names) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with draft.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        for row in rows:
+            table.writerow({k: f"{value:.6g}" if isinstance(value, float) else value for k, value in row.items()})
     draft.replace(path)
-
-
-def _cell(value) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = str(value)
-    return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"\n') else text
 
 
 # ---- what an export must compute -------------------------------------------------------------------------------

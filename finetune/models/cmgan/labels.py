@@ -1,28 +1,26 @@
-"""What the discriminator learns from: the PESQ of every single sound, a mask where there is none, and past estimates.
+"""What the discriminator learns from: the PESQ of every single sound, and a mask where there is none.
 
 A label is never averaged over a batch and never made up. A sound without a label only loses its own term of the loss.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from common.errors import UserError
-from common.keyed_random import uniform
 from common.runs import Run
-from common.runtime import Process, gather_lists
+from common.runtime import gather_lists
 from common.scorer import Scorer, collect
 from models.cmgan import signal
 
 ENOUGH = 100  # labels, before the fraction of missing ones means anything
+MOST_MISSING = 0.2  # of the labels; more end the run
 
 
 @dataclass
 class Waiting:
     """A micro-batch whose sounds are being scored."""
 
-    slot: int  # its place among the micro-batches of the step, whichever rank has it
     estimate: signal.Estimate
     ids: list[str]
     scores: list
@@ -37,27 +35,25 @@ class Labelled:
     others: list[torch.Tensor]  # the generator's estimates; with --noisy-term also the noisy inputs
     labels: list[torch.Tensor]  # (B,) each, 0 .. 1
     valid: list[torch.Tensor]  # (B,) each, 0 or 1
-    past: list[tuple] = field(default_factory=list)  # (clean, other, labels, valid) from earlier steps
     missing: list[str] = field(default_factory=list)  # "id: reason"
 
 
 class Labels:
-    """PESQ labels for the discriminator, and with --replay the estimates of earlier steps."""
+    """PESQ labels for the discriminator. `noisy_term`: of the noisy inputs too."""
 
-    def __init__(self, scorer: Scorer, noisy_term: bool, replay: int, seed: int):
-        self.scorer, self.noisy_term, self.replay, self.seed = scorer, noisy_term, replay, seed
-        self.store: list[dict] = []  # past estimates of this rank's micro-batches, oldest first
+    def __init__(self, scorer: Scorer, noisy_term: bool):
+        self.scorer, self.noisy_term = scorer, noisy_term
 
-    def submit(self, slot: int, estimate: signal.Estimate, ids: list[str]) -> Waiting:
+    def submit(self, estimate: signal.Estimate, ids: list[str]) -> Waiting:
         """Starts scoring. Call it right after the generator's forward pass: other processes then score during the
         backward pass and the optimizer step."""
         clean, enhanced = (wave.float().cpu().numpy() for wave in (estimate.normalised.clean, estimate.wave))
         noisy_scores = []
         if self.noisy_term:
             noisy_scores = self.scorer.pesq(clean, estimate.normalised.noisy.float().cpu().numpy())
-        return Waiting(slot, estimate, ids, self.scorer.pesq(clean, enhanced), noisy_scores)
+        return Waiting(estimate, ids, self.scorer.pesq(clean, enhanced), noisy_scores)
 
-    def collect(self, step: int, waiting: Waiting) -> Labelled:
+    def collect(self, waiting: Waiting) -> Labelled:
         """Waits for the scores. A score that failed for any reason becomes a 0 in the mask."""
         estimate = waiting.estimate
         labels, valid, missing = [], [], []
@@ -71,48 +67,12 @@ class Labels:
         others = [signal.magnitude(estimate.spec)]
         if self.noisy_term:
             others.append(signal.magnitude(signal.spectrum(estimate.normalised.noisy)))
-        labelled = Labelled(signal.magnitude(estimate.clean_spec), others, labels, valid, [], missing)
-        if self.replay:
-            labelled.past = self._recall(step, waiting.slot)
-            self._remember(step, waiting.slot, estimate, labels[0], valid[0])
-        return labelled
-
-    def _recall(self, step: int, slot: int) -> list[tuple]:
-        """A keyed choice among the past estimates of this slot; the same for any number of ranks."""
-        known = [item for item in self.store if item["slot"] == slot]
-        if not known:
-            return []
-        item = known[int(uniform(self.seed, step, slot, "replay") * len(known))]
-        sides = (signal.magnitude(signal.spectrum(item[name])) for name in ("clean", "made"))
-        return [(*sides, item["labels"], item["valid"])]
-
-    def _remember(self, step: int, slot: int, estimate: signal.Estimate, labels, valid) -> None:
-        # A NaN has no label, but its mask of 0 times NaN would still be NaN.
-        made = estimate.wave.nan_to_num(0.0, 0.0, 0.0)
-        item = {"step": step, "slot": slot, "clean": estimate.normalised.clean, "made": made}
-        self.store.append(item | {"labels": labels, "valid": valid})
-        # Only this slot forgets: other slots of this rank have not had their turn in this step yet.
-        self.store = [item for item in self.store if item["slot"] != slot or item["step"] > step - self.replay]
-
-    def state(self) -> dict | None:
-        """This rank's state for the checkpoint; None without --replay."""
-        return {"store": self.store} if self.replay else None
-
-    def restore(self, states: Iterable[dict], process: Process) -> None:
-        """Takes what belongs to this rank's micro-batches out of the states of all ranks; they may have been more or
-        fewer."""
-        for state in states:
-            for item in state["store"]:
-                if item["slot"] % process.world == process.rank:
-                    on_device = {k: v.to(process.device) if torch.is_tensor(v) else v for k, v in item.items()}
-                    self.store.append(on_device)
+        return Labelled(signal.magnitude(estimate.clean_spec), others, labels, valid, missing)
 
 
 def valid_counts(batches: list[Labelled]) -> list[float]:
-    """Numbers of valid labels in these micro-batches: of estimates (past ones included), and of noisy inputs."""
-    counts = [sum(float(valid.sum()) for valid in kind) for kind in zip(*(b.valid for b in batches), strict=True)]
-    counts[0] += sum(float(valid.sum()) for batch in batches for *_, valid in batch.past)
-    return counts
+    """Numbers of valid labels in these micro-batches: of estimates, and of noisy inputs."""
+    return [sum(float(valid.sum()) for valid in kind) for kind in zip(*(b.valid for b in batches), strict=True)]
 
 
 # ---- missing labels --------------------------------------------------------------------------------------------
@@ -131,11 +91,11 @@ def count_missing(loop_state: dict, missing_here: list[str], missing: int, sound
             reason = name.rsplit(": ", 1)[1]
             loop_state["reasons"][reason] = loop_state["reasons"].get(reason, 0) + 1
         run.tracker.event("pesq_missing", step, ids=names)
-    if loop_state["labels"] >= ENOUGH and loop_state["missing"] > run.config.max_pesq_invalid * loop_state["labels"]:
+    if loop_state["labels"] >= ENOUGH and loop_state["missing"] > MOST_MISSING * loop_state["labels"]:
         run.wait_for_checkpoint()
         raise UserError(
             f"{loop_state['missing']} of the last {loop_state['labels']} sounds have no PESQ"
-            f" ({loop_state['reasons']}; --max-pesq-invalid): metrics.jsonl names them."
+            f" ({loop_state['reasons']}), more than {MOST_MISSING:.0%}: metrics.jsonl names them."
         )
 
 

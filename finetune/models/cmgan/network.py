@@ -19,53 +19,6 @@ CHUNK_BINS_EXPORT = 26  # of 101 in an ONNX file: each chunk makes the file larg
 TINY = 1e-12  # inside roots, whose gradient at 0 is NaN
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------
-
-_rows = None  # the rows of a batch that are being computed: first, end, number of all; None: all of them
-
-
-def in_parts(compute, parts: int, *tensors):
-    """compute(*tensors), a part of the rows at a time, for modules in which rows do not depend on each other.
-
-    Only one part's activations are in memory at a time; the backward pass computes them again.
-    """
-    if parts == 1 or not torch.is_grad_enabled():
-        return compute(*tensors)
-    rows, outputs = len(tensors[0]), []
-    bounds = [rows * i // parts for i in range(parts + 1)]
-    gpus = [tensors[0].device] if tensors[0].is_cuda else []
-    for first, end in zip(bounds[:-1], bounds[1:], strict=True):
-        if first == end:
-            continue
-        # All parts start with the same random numbers, see Dropout. The last one leaves them as the whole would.
-        with torch.random.fork_rng(gpus, enabled=end < rows):
-            part = [tensor[first:end] for tensor in tensors]
-            outputs.append(checkpoint(_compute_rows, compute, (first, end, rows), *part, use_reentrant=False))
-    if isinstance(outputs[0], tuple):
-        return tuple(torch.cat(side) for side in zip(*outputs, strict=True))
-    return torch.cat(outputs)
-
-
-def _compute_rows(compute, rows: tuple[int, int, int], *part):
-    global _rows
-    _rows = rows
-    try:
-        return compute(*part)
-    finally:
-        _rows = None
-
-
-class Dropout(nn.Dropout):
-    """Dropout that a row gets whether the batch is computed in parts or not: the mask is drawn for all rows."""
-
-    def forward(self, x):
-        if _rows is None or not self.training:
-            return super().forward(x)
-        first, end, rows = _rows
-        mask = F.dropout(x.new_ones(rows, *x.shape[1:]), self.p)[first:end]
-        return x * mask.clone()  # a view would keep the other rows' mask in memory for the backward pass
-
-
 # ---- conformer ---------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +59,7 @@ class FeedForward(nn.Module):
     def __init__(self, dim: int, dropout: float):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(dim, 4 * dim), Swish(), Dropout(dropout), nn.Linear(4 * dim, dim), Dropout(dropout)
+            nn.Linear(dim, 4 * dim), Swish(), nn.Dropout(dropout), nn.Linear(4 * dim, dim), nn.Dropout(dropout)
         )
 
     def forward(self, x):
@@ -122,7 +75,7 @@ class Attention(nn.Module):
         self.to_kv = nn.Linear(dim, 2 * dim, bias=False)
         self.to_out = nn.Linear(dim, dim)
         self.rel_pos_emb = nn.Embedding(2 * MAX_DISTANCE + 1, dim // HEADS)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
         place = torch.arange(x.shape[1], device=x.device)
@@ -165,10 +118,7 @@ class DepthwiseConv(nn.Module):
 
 class StepBatchNorm(nn.BatchNorm1d):
     """BatchNorm that leaves its running statistics to `update_batch_norm`; `latest`: mean and variance of the batch
-    that it saw last.
-
-    It makes the sounds of a micro-batch depend on each other, so it always gets all of them at once.
-    """
+    that it saw last."""
 
     def forward(self, x):
         if not self.training:
@@ -178,8 +128,6 @@ class StepBatchNorm(nn.BatchNorm1d):
 
 
 class ConvModule(nn.Module):
-    """Its layers; Conformer computes them in two pieces, before and after the norm."""
-
     def __init__(self, dim: int, kernel: int = 31):
         super().__init__()
         inner = 2 * dim
@@ -195,6 +143,9 @@ class ConvModule(nn.Module):
             Transpose(),
         )
 
+    def forward(self, x):
+        return self.net(x)
+
 
 class Conformer(nn.Module):
     def __init__(self, dim: int, dropout: float):
@@ -205,21 +156,12 @@ class Conformer(nn.Module):
         self.ff2 = Half(PreNorm(dim, FeedForward(dim, dropout)))
         self.post_norm = nn.LayerNorm(dim)
 
-    def forward(self, x, parts: int = 1):
-        before, norm, after = self.conv.net[:5], self.conv.net[5], self.conv.net[6:]
-
-        def until_norm(x):
-            x = x + self.ff1(x)
-            x = x + self.attn(x)
-            return x, before(x)
-
-        def from_norm(x, normalised):
-            x = x + after(normalised)
-            x = x + self.ff2(x)
-            return self.post_norm(x)
-
-        x, conv = in_parts(until_norm, parts, x)
-        return in_parts(from_norm, parts, x, norm(conv))
+    def forward(self, x):
+        x = x + self.ff1(x)
+        x = x + self.attn(x)
+        x = x + self.conv(x)
+        x = x + self.ff2(x)
+        return self.post_norm(x)
 
 
 class TwoStageConformer(nn.Module):
@@ -231,19 +173,19 @@ class TwoStageConformer(nn.Module):
         self.freq_conformer = Conformer(channels, dropout)
         self.checkpointing, self.low_precision = False, False
 
-    def forward(self, x_bctf, parts: int = 1):
+    def forward(self, x_bctf):
         b, c, t, f = x_bctf.shape
         along_time = x_bctf.permute(0, 3, 2, 1).reshape(b * f, t, c)
-        along_time = along_time + self._run(self.time_conformer, along_time, parts)
+        along_time = along_time + self._run(self.time_conformer, along_time)
         along_freq = along_time.view(b, f, t, c).transpose(1, 2).reshape(b * t, f, c)
-        along_freq = along_freq + self._run(self.freq_conformer, along_freq, parts)
+        along_freq = along_freq + self._run(self.freq_conformer, along_freq)
         return along_freq.view(b, t, f, c).permute(0, 3, 1, 2)
 
-    def _run(self, conformer, x, parts: int):
+    def _run(self, conformer, x):
         with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.low_precision):
             if not (self.checkpointing and torch.is_grad_enabled()):
-                return conformer(x, parts).float()
-            return checkpoint(conformer, x, parts, use_reentrant=False).float()
+                return conformer(x).float()
+            return checkpoint(conformer, x, use_reentrant=False).float()
 
 
 # ---- generator -------------------------------------------------------------------------------------------------
@@ -331,14 +273,11 @@ class ComplexDecoder(nn.Module):
 
 
 class TSCNet(nn.Module):
-    """Compressed noisy spectrum, real and imaginary part (B, 2, T, F) -> the enhanced one, same shape.
-
-    `parts`: that a batch is computed in when training, to save memory; the result is the same.
-    """
+    """Compressed noisy spectrum, real and imaginary part (B, 2, T, F) -> the enhanced one, same shape."""
 
     def __init__(self, channels: int = 64, dropout: float = 0.2):
         super().__init__()
-        self.channels, self.parts = channels, 1
+        self.channels = channels
         self.dense_encoder = Encoder(channels)
         for i in range(1, 5):
             self.add_module(f"TSCB_{i}", TwoStageConformer(channels, dropout))
@@ -366,17 +305,11 @@ class TSCNet(nn.Module):
             block.checkpointing, block.low_precision = checkpointing, low_precision
 
     def forward(self, x_b2tf):
-        x = in_parts(self._encode, self.parts, x_b2tf)
-        for i in range(1, 5):
-            x = self.get_submodule(f"TSCB_{i}")(x, self.parts)
-        return in_parts(self._decode, self.parts, x, x_b2tf)
-
-    def _encode(self, x_b2tf):
         real, imag = x_b2tf[:, :1], x_b2tf[:, 1:]
         magnitude = (real.square() + imag.square() + TINY).sqrt()
-        return self.dense_encoder(torch.cat([magnitude, real, imag], dim=1))
-
-    def _decode(self, x, x_b2tf):
+        x = self.dense_encoder(torch.cat([magnitude, real, imag], dim=1))
+        for i in range(1, 5):
+            x = self.get_submodule(f"TSCB_{i}")(x)
         # mask x |X| with the noisy phase is mask x (real, imag); the complex decoder adds its correction
         return self.mask_decoder(x) * x_b2tf + self.complex_decoder(x)
 
@@ -457,14 +390,11 @@ class LearnableSigmoid(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Compressed magnitudes of a clean and another sound (B, 1, F, T) -> (B,) the other's PESQ, 1 to 4.5 as 0 to 1.
-
-    `parts`: as in TSCNet.
-    """
+    """Compressed magnitudes of a clean and another sound (B, 1, F, T) -> (B,) the other's PESQ, 1 to 4.5 as 0 to 1."""
 
     def __init__(self, channels: int = 16):
         super().__init__()
-        self.channels, self.parts = channels, 1
+        self.channels = channels
         sizes = [2, channels, 2 * channels, 4 * channels, 8 * channels]
         layers = []
         for inputs, outputs in zip(sizes, sizes[1:], strict=False):
@@ -478,9 +408,7 @@ class Discriminator(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, clean, other):
-        # What follows the pooling has few values: its dropout is drawn for the whole batch in any case.
-        pooled = in_parts(self.layers[:14], self.parts, torch.cat([clean, other], dim=1))
-        return self.layers[14:](pooled).squeeze(1)
+        return self.layers(torch.cat([clean, other], dim=1)).squeeze(1)
 
     def iterate(self) -> None:
         """One power iteration of every spectral norm; call it once per optimizer step."""

@@ -94,45 +94,6 @@ def magnitude(compressed: torch.Tensor) -> torch.Tensor:
     return (compressed.square().sum(1, keepdim=True) + TINY).sqrt().transpose(2, 3)
 
 
-AUDIBLE_TURN = 1e-4  # a bin's phase counts if the product of both magnitudes is larger: a silent bin has none
-
-
-def phase_distance(spec: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """(B,) how far phase, group delay and instantaneous angular frequency are apart, each 0 to pi.
-
-    As MP-SENet's anti-wrapping losses (Lu, Ai and Ling 2023, arXiv 2305.13686): 2 pi apart is not apart.
-    """
-    turn = torch.complex(spec[:, 0], spec[:, 1]) * torch.complex(target[:, 0], -target[:, 1])  # (B, T, F)
-    along_bins, along_frames = turn[:, :, 1:] * turn[:, :, :-1].conj(), turn[:, 1:] * turn[:, :-1].conj()
-    return _angle(turn, AUDIBLE_TURN) + sum(_angle(z, AUDIBLE_TURN**2) for z in (along_bins, along_frames))
-
-
-def _angle(z: torch.Tensor, audible: float) -> torch.Tensor:
-    """(B,) mean size of the angle, where |z| is audible. At 0 an angle has no gradient."""
-    heard = z.real.square() + z.imag.square() > audible**2
-    one = torch.ones_like(z.real)
-    angle = torch.atan2(torch.where(heard, z.imag, 0 * one), torch.where(heard, z.real, one))
-    return angle.abs().mean((1, 2))
-
-
-# Perceptual contrast stretching (Chao et al. 2022, arXiv 2203.17152), for an STFT of 400: first bin and exponent
-STRETCH = ((0, 1.0), (3, 1.070175439), (5, 1.182456140), (8, 1.287719298), (10, 1.4), (110, 1.322807018))
-STRETCH += ((130, 1.238596491), (160, 1.161403509), (190, 1.077192982))
-
-
-def stretch_contrast(wave: torch.Tensor) -> torch.Tensor:
-    """(B, L) with loud bins louder against quiet ones, more so where speech is understood; at the same power."""
-    exponents = torch.ones(N_FFT // 2 + 1, device=wave.device)
-    for first, exponent in STRETCH:
-        exponents[first:] = exponent
-    bins = torch.stft(wave, N_FFT, HOP, window=_window(wave), return_complex=True)
-    size = bins.abs()
-    stretched = bins * (torch.expm1(torch.log1p(size) * exponents[:, None]) / size.clamp(min=TINY))
-    made = torch.istft(stretched, N_FFT, HOP, window=_window(wave), length=wave.shape[-1])
-    power = [side.square().mean(-1, keepdim=True) for side in (wave, made)]
-    return made * (power[0] / power[1].clamp(min=TINY)).sqrt()
-
-
 @dataclass
 class Estimate:
     """What the generator made of a pair, and what it is compared with."""

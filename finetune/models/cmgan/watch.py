@@ -18,6 +18,10 @@ from models.cmgan import signal
 PERFECT = 1e-4  # largest loss term of a perfect estimate: what remains is the rounding of the STFT
 GAIN_OK, GAIN_ALARM = (0.9, 1.1), 0.8
 LOOK_BACK = 5  # evaluations
+OPENS, CLOSES = 0.8, 0.6  # correlation of the discriminator with PESQ that enables the GAN loss, or disables it again
+RAMP = 500  # steps in which the GAN loss is faded in or out
+PROBE = 64  # held-out sounds that measure the correlation
+PROBE_EVERY = 100  # steps between two measurements, with --gan-gate
 AGREEMENT = 0.6  # Spearman's rank correlation of loss and PESQ above which falling together is no accident
 
 
@@ -71,7 +75,8 @@ def term_shares(
 class Probe:
     """A fixed set of held-out sounds with little to much noise, and their true PESQ."""
 
-    def __init__(self, pairs: PairDataset, rows, count: int, length: int, seed: int, scorer: Scorer, process: Process):
+    def __init__(self, pairs: PairDataset, rows, length: int, seed: int, scorer: Scorer, process: Process):
+        count = PROBE
         noisy, clean, recorded = [], [], []
         for number in range(count):
             row = rows[number % len(rows)]
@@ -157,29 +162,29 @@ class GanRamp:
     """The factor on the weight of the GAN loss, 0 to 1: `level`.
 
     A discriminator that starts at random next to a trained generator would pull it away. With `used`, the level is 0
-    until the discriminator's correlation with PESQ reaches `opens`, then rises over `ramp` steps; it falls again when
-    the correlation drops below `closes`. Without it, the level is always 1.
+    until the discriminator's correlation with PESQ reaches OPENS, then rises over RAMP steps; it falls again when the
+    correlation drops below CLOSES. Without it, the level is always 1.
     """
 
-    def __init__(self, used: bool, opens: float, closes: float, ramp: int):
-        self.used, self.opens, self.closes, self.ramp = used, opens, closes, max(1, ramp)
+    def __init__(self, used: bool):
+        self.used = used
         self.open, self.level = not used, 0.0 if used else 1.0
 
     def observe(self, correlation: float) -> str | None:
         """Opens or closes the gate; returns a message if that changed."""
         if not self.used:
             return None
-        if not self.open and correlation >= self.opens:
+        if not self.open and correlation >= OPENS:
             self.open = True
             return f"the discriminator follows PESQ (correlation {correlation:.2f}): the GAN loss is enabled"
-        if self.open and correlation < self.closes:
+        if self.open and correlation < CLOSES:
             self.open = False
             return f"the discriminator lost track of PESQ (correlation {correlation:.2f}): the GAN loss is disabled"
         return None
 
     def advance(self) -> None:
         """Call it once per optimizer step."""
-        self.level = min(1.0, max(0.0, self.level + (1 if self.open else -1) / self.ramp))
+        self.level = min(1.0, max(0.0, self.level + (1 if self.open else -1) / RAMP))
 
     def state(self) -> dict:
         return {"open": self.open, "level": self.level}
@@ -189,15 +194,11 @@ class GanRamp:
 
 
 def build_gan_ramp(config, held_out: int) -> GanRamp:
-    """The GanRamp that the --gan-gate flags describe; `held_out`: number of files to judge the discriminator by."""
+    """The GanRamp of --gan-gate; `held_out`: number of files to judge the discriminator by."""
     used = config.gan_gate == "on" or (config.gan_gate == "auto" and bool(config.model))
     if used and not held_out:
         raise UserError("--gan-gate needs held-out sounds to judge the discriminator: give --eval-data or --hold-out.")
-    if config.gan_gate_close > config.gan_gate_open:
-        raise UserError(
-            f"--gan-gate-close {config.gan_gate_close:g} is above --gan-gate-open {config.gan_gate_open:g}."
-        )
-    return GanRamp(used, config.gan_gate_open, config.gan_gate_close, config.gan_ramp)
+    return GanRamp(used)
 
 
 # ---- alarms ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """What a training step sees of a recording: K frames that end anywhere in it, with silence before its start."""
 
-import dataclasses
-
 import numpy as np
 import torch
 
@@ -11,18 +9,17 @@ from common.pairs import PairDataset
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.signal import Spec
 
-MAX_CONTEXT_MIX = 0.5  # --context-noise: at most this share of the recording's noise is in the context
-CONTEXT_NOISE_RMS = 0.02  # and this much random noise; clean speech has about 0.1
+GAINS_DB = (-12.0, 6.0)  # bounds of the random gain of a crop
 
 
 class Clips:
     """The rows to train on. A crop depends only on seed, epoch and id, never on the rank or batch that it is in."""
 
-    def __init__(self, pairs: PairDataset, rows: np.ndarray, spec: Spec, config):
-        self.pairs, self.rows, self.spec, self.config = pairs, rows, spec, config
+    def __init__(self, pairs: PairDataset, rows: np.ndarray, spec: Spec, seed: int):
+        self.pairs, self.rows, self.spec, self.seed = pairs, rows, spec, seed
         self.lengths = np.ones(len(rows), dtype=np.int64)  # all crops are equally long, so the plan counts crops
-        self.frame_powers: dict[int, np.ndarray] = {}  # of the clips that --level track has seen
-        check_lengths(pairs, rows, spec, config.pad_short)
+        self.frame_powers: dict[int, np.ndarray] = {}  # of the clips that level tracking has seen
+        check_lengths(pairs, rows, spec)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -30,18 +27,15 @@ class Clips:
     def ids(self, indices) -> list[str]:
         return [self.pairs.id(self.rows[i]) for i in indices]
 
-    def batch(self, crops: list[tuple[int, int]], buffer: int = 0) -> dict:
-        """`crops`: (epoch, index) of each crop. `buffer`: frames in the buffer; 0 = the spec's.
+    def batch(self, crops: list[tuple[int, int]]) -> dict:
+        """`crops`: (epoch, index) of each crop.
 
         N crops, L samples, F bins, K frames, B frames in the buffer:
           noisy, clean (N, L); t, sigma (N, B) diffusion times and their standard deviations; z (N, F, B) noise
-          loudness (N, K)         with --level track: factors of the frames
-          context_mix (N,), context_noise (N, F, K - B)      with --context-noise: what corrupts the context
-          z_own (N, F, B)         with --context-own: noise of the buffer that the context comes from
+          loudness (N, K)         with level tracking: factors of the frames
         """
         names = self.ids(index for _, index in crops)
-        spec = dataclasses.replace(self.spec, buffer=buffer or self.spec.buffer)
-        items = [self.item(self.rows[i], epoch, name, spec) for (epoch, i), name in zip(crops, names, strict=True)]
+        items = [self.item(self.rows[i], epoch, name) for (epoch, i), name in zip(crops, names, strict=True)]
         batch = {key: torch.from_numpy(np.stack([item[key] for item in items])) for key in items[0]}
         return batch | {"ids": names, "positions": len(items) * self.spec.frames}
 
@@ -51,7 +45,8 @@ class Clips:
 
     def gain(self, key: tuple) -> float:
         """The random gain of a crop in dB."""
-        return self.config.gain_low + uniform(*key, "gain") * (self.config.gain_high - self.config.gain_low)
+        low, high = GAINS_DB
+        return low + uniform(*key, "gain") * (high - low)
 
     def powers(self, row: int) -> np.ndarray:
         """The powers of a clip's frames without a gain, 4 bytes each; computed once."""
@@ -64,21 +59,20 @@ class Clips:
     def real_frames(self, epoch: int, index: int) -> int:
         """Number of frames of a crop that are not the silence before its clip."""
         row = self.rows[index]
-        return min(self.spec.frames, 1 + self.last_frame(row, (self.config.seed, epoch, self.pairs.id(row))))
+        return min(self.spec.frames, 1 + self.last_frame(row, (self.seed, epoch, self.pairs.id(row))))
 
     def fingerprint(self) -> dict:
         return {"data": self.pairs.fingerprint(), "rows": len(self)}
 
-    def item(self, row: int, epoch: int, name: str, spec: Spec) -> dict[str, np.ndarray]:
+    def item(self, row: int, epoch: int, name: str) -> dict[str, np.ndarray]:
         """One crop, as `batch` describes it."""
-        key = (self.config.seed, epoch, name)
-        t = signal.training_times(spec, self.config.times, *key)
-        draw = generator(*key, "noise")
+        key, spec = (self.seed, epoch, name), self.spec
+        t = signal.training_times(spec, *key)
         last = self.last_frame(row, key)
         item = {
             "t": t.astype(np.float32),
             "sigma": signal.sigma(spec, t).astype(np.float32),
-            "z": signal.complex_noise(draw, spec.bins, spec.buffer),
+            "z": signal.complex_noise(generator(*key, "noise"), spec.bins, spec.buffer),
         }
         gain = np.float32(10 ** (self.gain(key) / 20) / 32768)
         for side in ("noisy", "clean"):
@@ -87,20 +81,7 @@ class Clips:
             heard = signal.loudness_factors(self.powers(row)[: last + 1] * np.square(32768 * gain), spec)
             silence = np.ones(spec.frames, dtype=np.float32)
             item["loudness"] = np.concatenate([silence, heard])[-spec.frames :]
-        if self.config.context_noise:
-            corrupted = uniform(*key, "dirty") < self.config.context_noise
-            item["context_mix"] = np.float32(corrupted * MAX_CONTEXT_MIX * uniform(*key, "mix"))
-            noise = signal.complex_noise(draw, spec.bins, spec.frames - spec.buffer)
-            item["context_noise"] = noise * np.float32(CONTEXT_NOISE_RMS * corrupted)
-        if self.config.context_own:
-            item["z_own"] = signal.complex_noise(draw, spec.bins, spec.buffer)
         return item
-
-
-def buffer_size(step: int, spec: Spec, config) -> int:
-    """Frames in the buffer of an optimizer step; drawn per step, because all ranks must have the same."""
-    low = config.buffer_low or spec.buffer
-    return low + int(uniform(config.seed, step, "buffer") * (spec.buffer - low + 1))
 
 
 def cut(samples: np.ndarray, last: int, spec: Spec) -> np.ndarray:
@@ -113,16 +94,16 @@ def cut(samples: np.ndarray, last: int, spec: Spec) -> np.ndarray:
     return wave
 
 
-def check_lengths(pairs: PairDataset, rows: np.ndarray, spec: Spec, pad_short: bool) -> None:
-    """Refuses clips that are too short for a frame, or without --pad-short for a buffer."""
+def check_lengths(pairs: PairDataset, rows: np.ndarray, spec: Spec) -> None:
+    """Refuses clips that are too short for a frame or for a buffer."""
     shortest = rows[int(np.argmin(pairs.samples[rows]))]
     samples = int(pairs.samples[shortest])
     clip = f"clip {pairs.id(shortest)!r} of {pairs.folder} has {samples} samples"
     if samples <= spec.n_fft // 2:
-        raise UserError(f"{clip}, less than half a window (--n-fft {spec.n_fft}, --hop {spec.hop}): leave it out.")
+        raise UserError(f"{clip}, less than half a window of {spec.n_fft}: leave it out.")
     frames = signal.frame_count(samples, spec.hop)
-    if frames < spec.buffer and not pad_short:
+    if frames < spec.buffer:
         raise UserError(
-            f"{clip}, {frames} frames of --hop {spec.hop}, and --buffer is {spec.buffer}: lower --buffer, leave the"
-            " clip out, or pad it with silence with --pad-short."
+            f"{clip}, {frames} frames of {spec.hop}, and the buffer has {spec.buffer}: leave the clip out, or choose a"
+            " smaller buffer with --spec."
         )

@@ -19,7 +19,7 @@ from common.keyed_random import generator
 from common.runtime import say
 from models.diffusion_buffer import signal
 from models.diffusion_buffer.signal import RATE, Spec
-from models.diffusion_buffer.weights import open_model
+from models.diffusion_buffer.weights import load_network
 
 # Frames whose noise is drawn at once. A GPU waits for every copy; on a CPU, drawing ahead makes a live stream stutter.
 NOISE_ON_CPU, NOISE_ON_GPU = 1, 64
@@ -73,7 +73,7 @@ class Buffer:
         self.x, self.y = self.x[:sounds], self.y[:sounds]
 
     def _cleared(self, x: torch.Tensor) -> torch.Tensor:
-        """--stream official, until the buffer is full: only the frames that have come are kept. Nothing is before the
+        """The official stream, until the buffer is full: only the frames that have come are kept. Nothing is before the
         buffer, and places without a frame hold fresh noise."""
         come, size = self.count + 1, self.spec.buffer
         before = torch.zeros_like(x[..., :-size])
@@ -201,8 +201,8 @@ def checked_delay(spec: Spec, delay: int) -> int:
     if delay > spec.buffer:
         raise UserError(f"--delay {delay} is more than the buffer's {spec.buffer} frames.")
     if delay < spec.buffer and not spec.predicts_clean:
-        raise UserError(f"--delay {delay}: a model trained with --loss {spec.loss} has its only clean frame at"
-                        f" --delay {spec.buffer}; one trained with --loss dp has one at every delay.")  # fmt: skip
+        raise UserError(f"--delay {delay}: a model trained with loss {spec.loss} has its only clean frame at"
+                        f" --delay {spec.buffer}; one trained with loss dp has one at every delay.")  # fmt: skip
     return delay
 
 
@@ -261,12 +261,10 @@ def say_latency(spec: Spec, delay: int) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def enhance_run(
-    model: str, source: Path, out: Path, delay: int, temperature: float, seed: int, config_class, given: dict
-) -> None:
-    """Enhances a folder of recordings. `delay`: 0 = the whole buffer; `given`: what the user says of the model."""
+def enhance_run(model: str, source: Path, out: Path, spec: str, delay: int, temperature: float, seed: int) -> None:
+    """Enhances a folder of recordings. `spec`: --spec; `delay`: 0 = the whole buffer."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network, spec = open_model(model, config_class, given)
+    network, spec = load_network(model, spec)
     network = Traced(network.to(device).eval(), spec, device)
     enhance_folder(network, spec, source, out, delay, temperature=temperature, seed=seed, device=device)
 

@@ -100,7 +100,7 @@ def measure_files(network, clips: EvalClips, process: Process) -> list[dict]:
 
 
 def wave_metrics(clean: np.ndarray, wave: np.ndarray, spec: Spec) -> dict[str, float]:
-    """What speech_metrics.measure leaves out: SDR, log-spectral distance, and the error that --loss dp trains on."""
+    """What speech_metrics.measure leaves out: SDR, log-spectral distance, and the error that the loss dp trains on."""
     frames = signal.frame_count(len(clean), spec.hop)
     spectra = [signal.whole_spectrum(torch.from_numpy(side), spec, frames) for side in (wave, clean)]
     loss = (spectra[0] - spectra[1]).abs().square().mean()

@@ -430,7 +430,6 @@ class BlockCausal(nn.Module):
 
 
 LARGE = {"widths": (2, 2, 2, 2, 2), "blocks": 2}  # of ncsnpp_large, the size that the official trainer has by default
-WIDTHS = {"ncsnpp": 96, "ncsnpp_large": 128, "block_causal": 128}  # as published
 MULTIPLES = {"ncsnpp": (8, 8), "ncsnpp_large": (16, 16), "block_causal": (16, 1)}  # of F and K
 
 

@@ -5,7 +5,7 @@ from common.feed import to_device
 from common.inspection import Table, facts, find_clip, level_table
 from common.runtime import Process
 from models.diffusion_buffer import signal
-from models.diffusion_buffer.signal import spec_of
+from models.diffusion_buffer.weights import spec_of
 
 
 def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, process: Process) -> list:
@@ -15,8 +15,7 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
     pairs, clip = clips.pairs, find_clip(clips.pairs, clips.rows, name)
     row = clips.rows[clip]
     key = (config.seed, epoch, pairs.id(row))
-    # The other kind of context is used in all steps or, with a share in between, drawn per step.
-    batch = clips.batch([(epoch, clip)]) | {"own": config.context_own == 1, "autocast": config.precision == "bf16"}
+    batch = clips.batch([(epoch, clip)]) | {"autocast": config.precision == "bf16"}
     rate, samples = signal.RATE, int(pairs.samples[row])
     last, context = clips.last_frame(row, key), spec.frames - spec.buffer
     real = clips.real_frames(epoch, clip)
@@ -30,8 +29,7 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
         "clip": f"{samples / rate:.3f} s ({samples} samples of {rate} Hz)",
         "crop": f"{length / rate:.3f} s from {start:.3f} s (sample {first}), {spec.frames} frames of {spec.bins} bins",
         "silence before the clip": f"{spec.frames - real} frames",
-        "context": f"{context} frames of clean speech"
-        + (f", in {config.context_own:.0%} of the steps the network's own output" if config.context_own else ""),
+        "context": f"{context} frames of clean speech",
         "buffer": f"the last {spec.buffer} frames, which the loss is of",
         "random gain": f"{clips.gain(key):.2f} dB",
         "output": "clean speech (dp)" if spec.predicts_clean else f"the score ({spec.loss})",
@@ -56,7 +54,7 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
 
 def compute(recipe, config, ds: dict, spec, batch: dict, process: Process):
     """The recipe's loss of the crop."""
-    model = recipe.build_model(config, ds, spec).to(process.device)
+    model = recipe.build_model(config, ds)[0].to(process.device)
     with evaluating(model):
         return recipe.compute_loss(model, to_device(batch, process.device), spec)
 

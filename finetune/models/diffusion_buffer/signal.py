@@ -13,11 +13,11 @@ import torch
 
 from common.errors import UserError
 from common.keyed_random import generator
-from models.diffusion_buffer.network import MULTIPLES, WIDTHS, groups_of
+from models.diffusion_buffer.network import MULTIPLES, groups_of
 
 RATE = 16000
 POWER, FACTOR = 0.5, 0.15  # compression: a bin v becomes FACTOR |v|^POWER with the phase of v
-# --level track: the loudness that speech is scaled to, below which a frame is a pause, and the averaging time
+# Level tracking: the loudness that speech is scaled to, below which a frame is a pause, and the averaging time
 TARGET_RMS, PAUSE_RMS, AVERAGING_SECONDS = 0.05, 1e-3, 2.0
 
 
@@ -25,24 +25,24 @@ TARGET_RMS, PAUSE_RMS, AVERAGING_SECONDS = 0.05, 1e-3, 2.0
 class Spec:
     """The settings that give a network's numbers their meaning; saved with the weights and checked on loading."""
 
-    network: str = "ncsnpp"
-    width: int = 96
-    block: int = 32
-    n_fft: int = 510
-    hop: int = 256
-    frames: int = 128  # K
-    buffer: int = 20  # B
-    sde_c: float = 0.08
+    network: str = "ncsnpp"  # or ncsnpp_large, block_causal
+    width: int = 96  # channels at the first scale
+    block: int = 32  # block_causal: frames per block, 32 or 16
+    n_fft: int = 510  # STFT window in samples
+    hop: int = 256  # samples between frames
+    frames: int = 128  # K, that the network sees; rounded up to a multiple that it accepts
+    buffer: int = 20  # B, the last of them, which are being denoised
+    sde_c: float = 0.08  # c and k in the diffusion's g(t)^2 = c k^2t
     sde_k: float = 2.6
-    t_eps: float = 0.03
-    t_max: float = 0.999
-    reverse_start: float = 0.8
-    loss: str = "dp"
-    output_scale: str = "none"
-    context_time: float = 0.0
-    level: str = "none"
-    phase: str = "start"
-    stream: str = "own"
+    t_eps: float = 0.03  # smallest diffusion time
+    t_max: float = 0.999  # largest in training
+    reverse_start: float = 0.8  # diffusion time of the newest frame of a stream
+    loss: str = "dp"  # predicts clean speech, at any delay; dsm or dsm_unweighted: the score
+    output_scale: str = "none"  # what the network's output is divided by: none, sigma or time
+    context_time: float = 0.0  # diffusion time of the frames before the buffer; official weights with time have 1
+    level: str = "none"  # track: causal loudness normalisation
+    phase: str = "start"  # of a bin, counted from the window's start or middle
+    stream: str = "own"  # official: until the buffer is full the context is empty, then (dp) it is estimated again
 
     @property
     def bins(self) -> int:
@@ -57,50 +57,68 @@ class Spec:
         return self.n_fft + (delay - 1) * self.hop
 
 
-SPEC_FLAGS = tuple(item.name for item in dataclasses.fields(Spec))
+SPEC_NAMES = tuple(item.name for item in dataclasses.fields(Spec))
+SPECS = {  # what --spec NAME means
+    "ncsnpp": Spec(),  # the first paper's network; it predicts clean speech, as the second paper's
+    "ncsnpp_dsm": Spec(loss="dsm", output_scale="sigma"),  # the first paper: denoising score matching
+    "ncsnpp_large": Spec(network="ncsnpp_large", width=128),  # the official trainer's default size
+    "block_causal": Spec(network="block_causal", width=128, phase="middle"),  # the second paper
+    "demo": Spec(width=8, frames=16, buffer=8, t_max=0.8),  # learns the synthetic noise in a minute
+}
+CHOICES = {
+    "network": ("ncsnpp", "ncsnpp_large", "block_causal"),
+    "block": (16, 32),
+    "loss": ("dp", "dsm", "dsm_unweighted"),
+    "output_scale": ("none", "sigma", "time"),
+    "level": ("none", "track"),
+    "phase": ("start", "middle"),
+    "stream": ("own", "official"),
+}
 
 
-def spec_of(config) -> Spec:
-    """The flags as a checked spec; refuses every value that would otherwise show up later as NaN or a wrong shape."""
-    settings = {name: getattr(config, name) for name in SPEC_FLAGS}
-    settings["width"] = config.width or WIDTHS[config.network]
-    if config.output_scale == "auto":
-        settings["output_scale"] = "none" if config.loss == "dp" else "sigma"
-    if config.phase == "auto":
-        settings["phase"] = "middle" if config.network == "block_causal" else "start"
-    bins_multiple, frames_multiple = MULTIPLES[config.network]
-    settings["frames"] = -(-config.frames // frames_multiple) * frames_multiple
-    spec = Spec(**settings)
+def build_spec(settings: dict) -> Spec:
+    """A checked spec; what `settings` leaves open is as published for the network. Refuses every value that would
+    otherwise show up later as NaN or a wrong shape."""
+    unknown = sorted(set(settings) - set(SPEC_NAMES))
+    if unknown:
+        raise UserError(f"--spec: {unknown[0]} is no setting; there are {', '.join(SPEC_NAMES)}.")
+    for name, choices in CHOICES.items():
+        if name in settings and settings[name] not in choices:
+            raise UserError(f"--spec: {name} {settings[name]} is not one of {', '.join(map(str, choices))}.")
+    published = SPECS[settings.get("network", "ncsnpp")]
+    numbers = {name: value for name, value in settings.items() if name not in CHOICES}
+    for name, value in numbers.items():
+        whole = isinstance(getattr(published, name), int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise UserError(f"--spec: {name} {value!r} is not a {'whole ' if whole else ''}number.")
+    if settings.get("loss", "dp") != "dp":
+        settings = {"output_scale": "sigma"} | settings
+    spec = dataclasses.replace(published, **settings)
+    bins_multiple, frames_multiple = MULTIPLES[spec.network]
+    asked, spec = spec.frames, dataclasses.replace(spec, frames=-(-spec.frames // frames_multiple) * frames_multiple)
     channels = [spec.width * factor for factor in ((1, 2, 4) if spec.network == "block_causal" else (1, 2, 3, 4))]
-    if spec.width % 8 or any(size % groups_of(size) for size in channels):
-        raise UserError(f"--width {spec.width} does not fit the group norms: use 8, 16, 24, 32, 64, 96 or 128.")
-    if spec.bins % bins_multiple or spec.n_fft % 2:
+    if spec.width < 8 or spec.width % 8 or any(size % groups_of(size) for size in channels):
+        raise UserError(f"--spec: width {spec.width} does not fit the group norms: use 8, 16, 24, 32, 64, 96 or 128.")
+    if spec.n_fft < 30 or spec.bins % bins_multiple or spec.n_fft % 2:
+        fitting = 2 * (max(1, round(spec.bins / bins_multiple)) * bins_multiple - 1)
         raise UserError(
-            f"--n-fft {spec.n_fft} gives {spec.bins} bins; --network {spec.network} needs a multiple of"
-            f" {bins_multiple}, such as --n-fft {2 * (max(1, round(spec.bins / bins_multiple)) * bins_multiple - 1)}."
+            f"--spec: n_fft {spec.n_fft} gives {spec.bins} bins; {spec.network} needs a multiple of {bins_multiple},"
+            f" such as n_fft {fitting}."
         )
     if not spec.n_fft / 4 <= spec.hop <= spec.n_fft / 2 + 1:
-        raise UserError(f"--hop {spec.hop} is not between a quarter and a half of --n-fft {spec.n_fft}.")
-    if not 2 <= spec.buffer <= config.frames:
-        raise UserError(
-            f"--buffer {spec.buffer} does not fit into --frames {config.frames} (of --hop {spec.hop} samples each):"
-            f" use 2 to {config.frames}."
-        )
+        raise UserError(f"--spec: hop {spec.hop} is not between a quarter and a half of n_fft {spec.n_fft}.")
+    if not 2 <= spec.buffer <= asked:
+        raise UserError(f"--spec: buffer {spec.buffer} does not fit into {asked} frames: use 2 to {asked}.")
     if not 0 < spec.t_eps < spec.t_max < 1 or not spec.t_eps < spec.reverse_start < 1:
         raise UserError(
-            f"--t-eps {spec.t_eps:g}, --t-max {spec.t_max:g}, --reverse-start {spec.reverse_start:g} are out of"
-            " order: they need 0 < t-eps < t-max < 1 and t-eps < reverse-start < 1."
+            f"--spec: t_eps {spec.t_eps:g}, t_max {spec.t_max:g}, reverse_start {spec.reverse_start:g} are out of"
+            " order: they need 0 < t_eps < t_max < 1 and t_eps < reverse_start < 1."
         )
     if spec.sde_c <= 0 or spec.sde_k <= 1:
-        raise UserError(f"--sde-c {spec.sde_c:g} must be above 0 and --sde-k {spec.sde_k:g} above 1.")
-    if config.gain_low > config.gain_high:
-        raise UserError(f"--gain-low {config.gain_low:g} is above --gain-high {config.gain_high:g}.")
-    if config.context_own and config.loss != "dp":
-        raise UserError(f"--context-own needs estimates of clean speech: use --loss dp, not {config.loss}.")
-    if config.buffer_low and not 4 <= config.buffer_low <= spec.buffer:
-        raise UserError(f"--buffer-low {config.buffer_low} is not between 4 and --buffer {spec.buffer}.")
+        raise UserError(f"--spec: sde_c {spec.sde_c:g} must be above 0 and sde_k {spec.sde_k:g} above 1.")
     if sigma(spec, spec.t_eps) < 1e-3:
-        raise UserError(f"sigma at --t-eps {spec.t_eps:g} is {sigma(spec, spec.t_eps):.1e}, below 1e-3: raise --t-eps.")
+        found = f"{sigma(spec, spec.t_eps):.1e}"
+        raise UserError(f"--spec: sigma at t_eps {spec.t_eps:g} is {found}, below 1e-3: raise t_eps.")
     return spec
 
 
@@ -133,7 +151,7 @@ def spectra(waves: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def phase_signs(spec: Spec, device=None) -> torch.Tensor:
-    """(F,) signs that move the reference of a bin's phase from the window's start to --phase, and back.
+    """(F,) signs that move the reference of a bin's phase from the window's start to its middle, and back.
 
     With the phase counted from the window's start, the sign of any sound alternates from bin to bin. The first layer of
     block_causal is a low-pass over the bins, which then lets only 3 % of the speech through. With the phase counted
@@ -195,23 +213,17 @@ def inference_times(spec: Spec) -> np.ndarray:
     return np.linspace(spec.t_eps, spec.reverse_start, spec.buffer)
 
 
-def training_times(spec: Spec, how: str, *key) -> np.ndarray:
-    """(B,) ascending diffusion times, of which the first is t_eps.
-
-    jitter: one in each cell around the times of a stream; random: uniform up to t_max, sorted; grid: always the same.
-    """
-    if how == "grid":
-        return np.linspace(spec.t_eps, spec.t_max, spec.buffer)
+def training_times(spec: Spec, *key) -> np.ndarray:
+    """(B,) ascending diffusion times: t_eps, and one in each cell around the other times of a stream, so that a place
+    in the buffer is never asked about at a time that it was not trained at."""
     grid = inference_times(spec)
-    draw = generator(*key, "times").random(spec.buffer - 1)
-    if how == "random":
-        return np.concatenate([[spec.t_eps], np.sort(spec.t_eps + draw * (spec.t_max - spec.t_eps))])
     cell = grid[1] - grid[0]
-    return np.concatenate([[spec.t_eps], np.minimum(grid[1:] + (draw - 0.5) * cell, spec.t_max)])
+    shifts = (generator(*key, "times").random(spec.buffer - 1) - 0.5) * cell
+    return np.concatenate([[spec.t_eps], np.minimum(grid[1:] + shifts, spec.t_max)])
 
 
 def frame_times(spec: Spec, t: torch.Tensor) -> torch.Tensor:
-    """(N, B) times of the buffer -> (N, K) times of all frames: the context has --context-time."""
+    """(N, B) times of the buffer -> (N, K) times of all frames: the context has context_time."""
     context = torch.full((len(t), spec.frames - t.shape[1]), spec.context_time, device=t.device, dtype=t.dtype)
     return torch.cat([context, t], dim=1)
 
@@ -226,7 +238,7 @@ def output_scales(spec: Spec, t: torch.Tensor, sigmas: torch.Tensor) -> torch.Te
 
 
 class LoudnessTracker:
-    """--level track, causal loudness normalisation: a factor for each frame from the frames up to it.
+    """Level tracking, which is causal loudness normalisation: a factor for each frame from the frames up to it.
 
     Training and streaming share it."""
 

@@ -5,7 +5,6 @@ import json
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
@@ -18,17 +17,65 @@ from common.errors import UserError
 from common.runs import empty_folder, replace_folder
 from common.runtime import say
 from models.diffusion_buffer.network import build_network
-from models.diffusion_buffer.signal import FACTOR, POWER, RATE, SPEC_FLAGS, Spec, spec_of
+from models.diffusion_buffer.signal import FACTOR, POWER, RATE, SPEC_NAMES, SPECS, Spec, build_spec
 
 FIXED = {"sample_rate": RATE, "compression": POWER, "compression_factor": FACTOR, "window": "hann, periodic"}
 UNUSED = (".counts", ".inv_div")  # buffers of the official cumulative norm that nothing reads
 
 
-def load_network(path: str, spec: Spec | None = None) -> tuple[nn.Module, Spec]:
-    """A network and its spec. `spec`: what the flags ask for, which must agree; None: what the model itself says.
+def load_network(path: str, spec: str = "") -> tuple[nn.Module, Spec]:
+    """A trained network and its spec. `spec`: --spec, for what the model does not say of itself; it may only change how
+    the network is used (FREE).
 
-    `path`: an export, a run (its export, or without one its best checkpoint), a checkpoint of a run, or a file of the
-    official code, which needs a spec."""
+    `path`: an export, a run (its export, or without one its best checkpoint), a checkpoint of a run, or a Lightning
+    file of the official code."""
+    trained, weights, average = _read_model(path)
+    found = _use(trained, spec, path)
+    network = _fill(build_network(found.network, found.width, found.block), weights, path)
+    if average is not None:
+        fill_ema(network, average, Path(path))
+    return network, found
+
+
+def spec_of(config) -> Spec:
+    """The spec that --model and --spec describe."""
+    return _use(_read_model(config.model)[0] if config.model else {}, config.spec, config.model)
+
+
+def _use(trained: dict, spec: str, path: str) -> Spec:
+    """The spec of a network with the settings `trained`, used as --spec says. Refuses to change what its weights
+    depend on: its outputs would be meaningless."""
+    given = read_settings(spec)
+    wrong = [
+        f"{name} {given[name]} (it has {trained[name]})"
+        for name in SPEC_NAMES
+        if name in given and name in trained and name not in FREE and given[name] != trained[name]
+    ]
+    if wrong:
+        raise UserError(f"--model {path} was trained with other settings than --spec: {', '.join(wrong)}.")
+    return build_spec(trained | given)
+
+
+def read_settings(text: str) -> dict:
+    """The settings that --spec names: a published spec, a JSON file with some settings or of an export, or such JSON
+    itself, as a run's config.json holds it."""
+    if not text:
+        return {}
+    if text in SPECS:
+        return dataclasses.asdict(SPECS[text])
+    try:
+        settings = json.loads(text if text.startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--spec {text} is neither one of {', '.join(SPECS)} nor a JSON file ({type(error).__name__})."
+        ) from None
+    if not isinstance(settings, dict):
+        raise UserError(f"--spec {text} does not hold a JSON object.")
+    return _exported(settings, text) if "model_type" in settings else settings
+
+
+def _read_model(path: str) -> tuple[dict, dict[str, torch.Tensor], list | None]:
+    """What a model says of its spec, its weights, and the official code's average of them."""
     folder = Path(path)
     if (folder / "export").is_dir():
         folder = folder / "export"
@@ -37,71 +84,39 @@ def load_network(path: str, spec: Spec | None = None) -> tuple[nn.Module, Spec]:
         chosen = min(scored, key=lambda entry: entry["score"]) if scored else entries[-1]
         folder = folder / "checkpoints" / chosen["name"]
     if (folder / "manifest.json").is_file():
-        return load_checkpoint(folder, spec)
+        return *_read_checkpoint(folder), None
     if (folder / "model.safetensors").is_file():
-        exported = read_spec(folder / "config.json")
-        if spec:
-            require_same(exported, spec, path)
-        network = build_network(exported.network, exported.width, exported.block)
-        return _fill(network, read_file(folder / "model.safetensors"), path), exported
+        try:
+            facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / 'config.json'} cannot be read ({type(error).__name__}).") from None
+        return _exported(facts, str(folder / "config.json")), read_file(folder / "model.safetensors"), None
     if not folder.is_file():
         raise UserError(f"--model {path} is neither an export folder nor a checkpoint file.")
-    assert spec, "a file of the official code has no spec of its own"
-    return import_lightning(folder, spec), spec
+    weights, content = read_lightning(folder)
+    return _settings(weights, content, folder), weights, content.get("ema", {}).get("shadow_params")
 
 
-def open_model(path: str, config_class, given: dict) -> tuple[nn.Module, Spec]:
-    """A network to use, and its spec with the flags that the user has `given`; those that would give its numbers
-    another meaning are refused. A file of the official code has what it does not tell from the recipe's defaults."""
-    for name in given:
-        if name not in SPEC_FLAGS:
-            raise UserError(f"--{name.replace('_', '-')} is a flag for training, not for a trained network.")
-    if Path(path).is_file():
-        return load_network(path, spec_of(config_class(**official_settings(Path(path)) | given)))
-    network, trained = load_network(path)
-    spec = spec_of(config_class(**dataclasses.asdict(trained) | given))
-    require_same(dataclasses.replace(trained, **{name: getattr(spec, name) for name in FREE}), spec, path)
-    return network, spec
-
-
-def load_checkpoint(folder: Path, spec: Spec | None) -> tuple[nn.Module, Spec]:
-    """The averaged weights of a run's checkpoint, or the trained ones of a run without an average, and its spec."""
+def _read_checkpoint(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Of a run's checkpoint: the averaged weights, or the trained ones of a run without an average."""
     flags = trained_flags(read_record(folder))
-    if not flags:
+    if not flags.get("spec"):
         raise UserError(f"--model {folder} is a checkpoint whose run has no config.json: it has to stay in its run.")
-    trained = spec_of(SimpleNamespace(**{"stream": "own"} | flags))
-    if spec:
-        require_same(trained, spec, str(folder))
-    network = build_network(trained.network, trained.width, trained.block)
-    weights = masters(folder, ema=bool(flags["ema"]))
+    spec = build_spec(read_settings(flags["spec"]))
     # The frozen frequencies of the times are not in a checkpoint: they are always the same.
+    network = build_network(spec.network, spec.width, spec.block)
     frozen = {name: p.detach() for name, p in network.named_parameters() if not p.requires_grad}
-    return _fill(network, frozen | weights, folder), trained
+    return dataclasses.asdict(spec), frozen | masters(folder, ema=bool(flags["ema"]))
 
 
-def read_spec(path: Path) -> Spec:
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        wrong = [f"{name} {facts[name]!r}" for name, value in FIXED.items() if facts[name] != value]
-        spec = Spec(**{name: facts[name] for name in SPEC_FLAGS if name != "stream" or name in facts})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not describe a Diffusion Buffer ({type(error).__name__}: {error}).") from None
+def _exported(facts: dict, path: str) -> dict:
+    """The settings in an export's config.json."""
+    if facts.get("model_type") != "diffusion_buffer":
+        raise UserError(f"{path} does not describe a Diffusion Buffer.")
+    wrong = [f"{name} {facts.get(name)!r}" for name, value in FIXED.items() if facts.get(name) != value]
     if wrong:
         raise UserError(f"{path} has {', '.join(wrong)}, which this code does not support.")
-    return spec
-
-
-def require_same(trained: Spec, wanted: Spec, path: str) -> None:
-    """Refuses flags that differ from what the network was trained with: its outputs would be meaningless."""
-    differences = [
-        f"--{name.replace('_', '-')} {getattr(wanted, name)} (it has {getattr(trained, name)})"
-        for name in SPEC_FLAGS
-        if getattr(trained, name) != getattr(wanted, name)
-    ]
-    if differences:
-        raise UserError(
-            f"--model {path} was trained with other settings: {', '.join(differences)}. Use the same flags."
-        )
+    return {name: facts[name] for name in SPEC_NAMES if name in facts}
 
 
 class Ignored:
@@ -132,18 +147,6 @@ def read_file(path: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"--model {path} holds a {type(content).__name__}, not named weights.")
     return content
-
-
-def import_lightning(path: Path, spec: Spec) -> nn.Module:
-    """The network of an official checkpoint: weights in state_dict, their EMA as an unnamed list in ema."""
-    weights, content = read_lightning(path)
-    stated = {name: value for name, value in _settings(weights, content, path).items() if name not in FREE}
-    require_same(dataclasses.replace(spec, **stated), spec, str(path))
-    network = _fill(build_network(spec.network, spec.width, spec.block), weights, path)
-    ema = content.get("ema", {}).get("shadow_params")
-    if ema is not None:
-        fill_ema(network, ema, path)
-    return network
 
 
 def read_lightning(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
@@ -180,12 +183,8 @@ ONLY = {"sde": "bbed", "window": "hann", "transform_type": "exponent", "spec_fac
 FREE = ("frames", "buffer", "t_max", "reverse_start", "stream")  # a network can be used with other values of these
 
 
-def official_settings(path: Path) -> dict:
-    """The flags of an official checkpoint, as far as it tells them: its network and its trainer's arguments."""
-    return _settings(*read_lightning(path), path)
-
-
 def _settings(weights: dict[str, torch.Tensor], content: dict, path: Path) -> dict:
+    """What an official file says of its spec: its network, and its trainer's arguments."""
     causal = "in_layer.weight" in weights
     first = weights.get("in_layer.weight" if causal else "all_modules.3.weight")
     if first is None:

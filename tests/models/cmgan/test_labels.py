@@ -9,7 +9,6 @@ import torch
 from cmgan import discriminator_loss
 from common.keyed_random import generator
 from common.pairs import PairDataset
-from common.runtime import Process
 from common.scorer import Scorer
 from models.cmgan import signal, watch
 from models.cmgan.labels import Labelled, Labels, valid_counts
@@ -53,8 +52,8 @@ def test_a_silent_sound_is_masked_and_the_others_keep_their_own_labels(estimate,
 
     some = part(estimate, [0, 5, 15])
     some.normalised.clean[1] = 0
-    labels = Labels(scorer, False, 0, 0)
-    made = labels.collect(0, labels.submit(0, some, ["a", "b", "c"]))
+    labels = Labels(scorer, False)
+    made = labels.collect(labels.submit(some, ["a", "b", "c"]))
     assert made.valid[0].tolist() == [1, 0, 1] and made.missing == ["b: NoUtterancesError"]
     for i in (0, 2):
         value = pesq(16000, some.normalised.clean[i].numpy(), some.wave[i].numpy(), "wb")
@@ -72,7 +71,7 @@ def test_a_silent_sound_is_masked_and_the_others_keep_their_own_labels(estimate,
     terms = discriminator_loss(judge, (made, 3.0, counts)).extra
     assert float(terms["clean"]) == pytest.approx(float(((of_clean - 1) ** 2).mean()), rel=1e-5)
     assert float(terms["made"]) == pytest.approx(float(wanted - terms["clean"]), rel=1e-4)
-    assert terms["noisy"] == terms["past"] == 0
+    assert terms["noisy"] == 0
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in judge.parameters())
 
@@ -124,54 +123,3 @@ def test_mutation_averaged_labels_and_skipped_batches_teach_less(estimate, score
     own, averaged, skipped = (learn(estimate, pesq, policy) for policy in ("own", "averaged", "skipped"))
     assert own["d_mae"] < 0.8 * averaged["d_mae"], (own, averaged)
     assert own["d_mae"] < 0.95 * skipped["d_mae"], (own, skipped)
-
-
-def test_the_past_is_remembered_chosen_by_key_saved_and_restored(estimate, scorer):
-    labels = Labels(scorer, True, 2, seed=5)
-    for step in range(4):
-        for slot in (0, 1):
-            some = part(estimate, [4 * slot + step])
-            made = labels.collect(step, labels.submit(slot, some, ["a"]))
-            assert len(made.past) == (step > 0) and len(made.others) == len(made.labels) == 2
-    assert sorted({item["step"] for item in labels.store}) == [2, 3]
-    again = Labels(scorer, True, 2, seed=5)
-    again.restore([labels.state()], Process(0, 1, torch.device("cpu")))
-    for one in (labels, again):
-        recalled = one._recall(9, 1)
-        if one is labels:
-            expected = recalled
-    assert all(torch.equal(a, b) for a, b in zip(expected[0], recalled[0], strict=True))
-    assert Labels(scorer, False, 0, 0).state() is None
-
-
-def test_the_past_is_dealt_again_to_another_number_of_ranks(scorer):
-    def restored(states, rank, world):
-        labels = Labels(scorer, False, 3, seed=5)
-        labels.restore(states, Process(rank, world, torch.device("cpu")))
-        return labels.state()
-
-    def told(state):
-        return sorted((item["slot"], item["step"], float(item["made"])) for item in state["store"])
-
-    items = [{"step": s, "slot": slot, "made": torch.tensor(10.0 * s + slot)} for s in (7, 8) for slot in range(4)]
-    alone = {"store": items}
-    of_two = [restored([alone], rank, 2) for rank in (0, 1)]
-    assert told(of_two[0]) == [(0, 7, 70), (0, 8, 80), (2, 7, 72), (2, 8, 82)]
-    assert told(of_two[1]) == [(1, 7, 71), (1, 8, 81), (3, 7, 73), (3, 8, 83)]
-    of_four = [restored(of_two, rank, 4) for rank in range(4)]
-    assert [len(state["store"]) for state in of_four] == [2, 2, 2, 2]
-    for states in (of_two, of_four):
-        assert told(restored(states, 0, 1)) == told(alone)
-        for slot in range(4):  # oldest first, from which a key chooses
-            steps = [item["step"] for item in restored(states, 0, 1)["store"] if item["slot"] == slot]
-            assert steps == [7, 8]
-
-
-def test_an_estimate_that_was_not_finite_costs_no_later_step(estimate, scorer):
-    labels = Labels(scorer, False, 2, seed=5)
-    broken = part(estimate, [0])
-    broken.wave = torch.full_like(broken.wave, float("nan"))
-    labels.collect(0, labels.submit(0, broken, ["a"]))
-    later = labels.collect(1, labels.submit(0, part(estimate, [1]), ["b"]))
-    loss = discriminator_loss(Discriminator(4), (later, 1.0, valid_counts([later]))).loss_sum
-    assert len(later.past) == 1 and bool(loss.isfinite()) and valid_counts([later]) == [1.0]

@@ -307,68 +307,6 @@ def test_the_statistics_of_one_batch_are_batch_norms_and_of_two_their_mean():
     assert torch.allclose(mine.running_mean, expected, atol=1e-6), "only update_batch_norm changes them"
 
 
-@pytest.mark.parametrize(
-    ("parts", "checkpointing"), [(3, True), *(pytest.param(parts, False, marks=pytest.mark.long) for parts in (2, 8))]
-)
-def test_a_batch_in_parts_has_the_output_gradients_and_statistics_of_the_whole(parts, checkpointing):
-    """With dropout, and with BatchNorm, which sees all sounds; also where parts do not divide the batch."""
-    x, found = torch.randn(5, 2, 12, 201), []
-    for number in (1, parts):
-        model = generator(8, dropout=0.2).train()
-        model.set_compute(checkpointing, False)
-        model.parts = number
-        torch.manual_seed(3)
-        out = model(x)
-        after = torch.rand(1)  # what is random later does not depend on the parts either
-        (out.square().mean() + out.mean()).backward()
-        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-        found.append((out.detach(), grads, batch_norm_statistics(model), after))
-    (out, grads, statistics, after), (out_parts, grads_parts, statistics_parts, after_parts) = found
-    assert torch.allclose(out, out_parts, atol=2e-6) and torch.equal(after, after_parts)
-    assert torch.allclose(statistics, statistics_parts, atol=1e-6)
-    for name, gradient in grads.items():
-        assert (gradient - grads_parts[name]).abs().max() <= 2e-6 * max(1.0, gradient.abs().max()), name
-
-
-@pytest.mark.long
-def test_fewer_activations_are_kept_for_a_batch_in_parts():
-    """Of the generator what BatchNorm and its neighbours need, of the discriminator little more than its input."""
-
-    def kept(model, *x, parts=1):
-        model.parts, saved = parts, {}
-
-        def pack(tensor):
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            made = model(*x)
-        assert made.requires_grad
-        weights = {value.untyped_storage().data_ptr() for value in [*model.parameters(), *x]}
-        return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in weights)
-
-    model, x = generator(8, dropout=0.2).train(), torch.randn(4, 2, 60, 201)
-    assert kept(model, x, parts=4) < 0.25 * kept(model, x)
-    judge, x = Discriminator(4).train(), torch.rand(4, 1, 201, 60)
-    assert kept(judge, x, x, parts=4) < 0.3 * kept(judge, x, x)
-
-
-@pytest.mark.parametrize("parts", [2, 3, 8])
-def test_a_discriminators_batch_in_parts_has_the_output_and_gradients_of_the_whole(parts):
-    clean, other, found = torch.rand(5, 1, 201, 60), torch.rand(5, 1, 201, 60), []
-    for number in (1, parts):
-        torch.manual_seed(0)
-        judge = Discriminator(4).train()
-        judge.parts = number
-        torch.manual_seed(3)
-        out = judge(clean, other)
-        out.square().sum().backward()
-        found.append((out.detach(), {name: p.grad.clone() for name, p in judge.named_parameters()}))
-    (out, grads), (out_parts, grads_parts) = found
-    assert torch.allclose(out, out_parts, atol=1e-6)
-    assert all(torch.allclose(grads[name], grads_parts[name], atol=1e-6) for name in grads)
-
-
 def test_biases_that_a_norm_removes_stay_where_they_are_and_all_others_have_a_gradient():
     model = generator(8).train()
     without = {id(bias) for bias in model.biases_without_effect()}

@@ -79,8 +79,9 @@ def test_an_estimate_scaled_by_0_4_trips_the_gain_alarm():
     assert watch.alarms(FINE | {"gain": gain}, NOISY, [], 1.0)[0].startswith("alarm")
 
 
-def test_the_gate_opens_ramps_and_closes():
-    gate = watch.GanRamp(True, 0.8, 0.6, 4)
+def test_the_gate_opens_ramps_and_closes(monkeypatch):
+    monkeypatch.setattr(watch, "RAMP", 4)
+    gate = watch.GanRamp(True)
     levels = []
     for correlation in (0.1, 0.79, 0.85, 0.7, 0.7, 0.7, 0.7, 0.59, 0.7, 0.7, 0.7, 0.7, 0.8):
         message = gate.observe(correlation)
@@ -88,10 +89,10 @@ def test_the_gate_opens_ramps_and_closes():
         levels.append(gate.level)
         assert bool(message) == (correlation in (0.85, 0.59, 0.8))
     assert levels == [0, 0, 0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0.25]
-    again = watch.GanRamp(True, 0.8, 0.6, 4)
+    again = watch.GanRamp(True)
     again.restore(gate.state())
     assert (again.open, again.level) == (True, 0.25)
-    unused = watch.GanRamp(False, 0.8, 0.6, 4)
+    unused = watch.GanRamp(False)
     assert unused.observe(0.0) is None and unused.level == 1.0
     unused.advance()
     assert unused.level == 1.0
@@ -107,7 +108,7 @@ def data(pairs):
 
 def labelled_batches(data, scorer, noisy_term: bool) -> list:
     """Crops as a trained generator makes them, with little of their noise left, and their true PESQ."""
-    labels, draw = Labels(scorer, noisy_term, 0, 0), torch.Generator().manual_seed(0)
+    labels, draw = Labels(scorer, noisy_term), torch.Generator().manual_seed(0)
     crops = Crops(data, np.setdiff1d(np.arange(len(data)), data.rows_starting(["dov"])), 0.6, 0)
     waiting = []
     for first in range(0, 48, 4):
@@ -116,8 +117,8 @@ def labelled_batches(data, scorer, noisy_term: bool) -> list:
         left = 0.05 + 0.15 * torch.rand(4, 1, generator=draw)
         wave = pair.clean + left * (pair.noisy - pair.clean)
         made = signal.Estimate(signal.spectrum(wave), wave, pair, signal.spectrum(pair.clean))
-        waiting.append(labels.submit(0, made, batch["ids"]))
-    return [labels.collect(0, one) for one in waiting]
+        waiting.append(labels.submit(made, batch["ids"]))
+    return [labels.collect(one) for one in waiting]
 
 
 def learn(batches: list, probe: watch.Probe) -> watch.GanRamp:
@@ -125,7 +126,7 @@ def learn(batches: list, probe: watch.Probe) -> watch.GanRamp:
     torch.manual_seed(5)
     discriminator = Discriminator(8).train()
     optimizer = torch.optim.AdamW(discriminator.parameters(), lr=3e-3)
-    gate = watch.build_gan_ramp(Config(model="published", gan_ramp=1), held_out=8)
+    gate = watch.build_gan_ramp(Config(model="published"), held_out=8)
     for step in range(40):
         batch = batches[step % len(batches)]
         optimizer.zero_grad()
@@ -138,9 +139,12 @@ def learn(batches: list, probe: watch.Probe) -> watch.GanRamp:
 
 
 @pytest.mark.long
-def test_a_discriminator_that_learns_pesq_opens_the_gate_and_one_with_shuffled_labels_does_not(data, scorer):
+def test_a_discriminator_that_learns_pesq_opens_the_gate_and_one_with_shuffled_labels_does_not(
+    data, scorer, monkeypatch
+):
     """Measured after 40 steps: correlation 0.95, and -0.01 with shuffled labels, 0.24 without noisy inputs."""
-    probe = watch.Probe(data, data.rows_starting(["dov"]), 24, 9600, 0, scorer, ONE)
+    monkeypatch.setattr(watch, "PROBE", 24)
+    probe = watch.Probe(data, data.rows_starting(["dov"]), 9600, 0, scorer, ONE)
     batches = labelled_batches(data, scorer, Config(model="published").uses_noisy_term)
     assert learn(batches, probe).open
     without = [dataclasses.replace(b, others=b.others[:1], labels=b.labels[:1], valid=b.valid[:1]) for b in batches]
@@ -152,7 +156,7 @@ def test_a_discriminator_that_learns_pesq_opens_the_gate_and_one_with_shuffled_l
     assert not learn(batches, probe).open
 
 
-def test_predictions_for_the_generators_own_outputs_are_compared_with_their_pesq(data, scorer):
+def test_predictions_for_the_generators_own_outputs_are_compared_with_their_pesq(data, scorer, monkeypatch):
     """The generator passes its input on, so its outputs are the recorded noisy sounds; D knows their distance."""
     from pesq import pesq
 
@@ -164,7 +168,8 @@ def test_predictions_for_the_generators_own_outputs_are_compared_with_their_pesq
         def forward(self, clean, other):
             return torch.exp(-(clean - other).abs().mean((1, 2, 3)))
 
-    probe = watch.Probe(data, data.rows_starting(["dov"]), 8, 8000, 3, scorer, ONE)
+    monkeypatch.setattr(watch, "PROBE", 8)
+    probe = watch.Probe(data, data.rows_starting(["dov"]), 8000, 3, scorer, ONE)
     points = probe.judge_outputs(Same(), Distance())
     assert len(points) == 8
     for number, (predicted, found) in enumerate(points):
@@ -197,12 +202,13 @@ def test_shares_add_up_and_a_zeroed_weight_has_none():
     assert g.training and d.training
 
 
-def test_the_probe_spans_the_scale_and_judges_alike_on_any_number_of_ranks(pairs, scorer):
+def test_the_probe_spans_the_scale_and_judges_alike_on_any_number_of_ranks(pairs, scorer, monkeypatch):
+    monkeypatch.setattr(watch, "PROBE", 12)
     data = PairDataset(str(pairs), 16000)
     rows = data.rows_starting(["dov"])
-    probe = watch.Probe(data, rows, 12, 8000, 0, scorer, ONE)
+    probe = watch.Probe(data, rows, 8000, 0, scorer, ONE)
     assert probe.pesq.min() < 1.5 and probe.pesq.max() > 3.5 and len(probe.pesq) == 12
-    again = watch.Probe(data, rows, 12, 8000, 0, scorer, ONE)
+    again = watch.Probe(data, rows, 8000, 0, scorer, ONE)
     assert torch.equal(probe.noisy, again.noisy) and np.array_equal(probe.pesq, again.pesq)
 
     class Oracle(torch.nn.Module):
@@ -221,8 +227,8 @@ def test_silent_evaluation_data_is_refused(scorer, tmp_path):
 
     rows = [{"id": f"a_{i}", "noisy": np.zeros(9000, np.int16), "clean": np.zeros(9000, np.int16)} for i in range(2)]
     data = PairDataset(str(support.write_pairs(tmp_path / "pairs", rows)), 16000)
-    with pytest.raises(UserError, match="only 0 of 8 probe sounds"):
-        watch.Probe(data, np.arange(2), 8, 8000, 0, scorer, ONE)
+    with pytest.raises(UserError, match="only 0 of 64 probe sounds"):
+        watch.Probe(data, np.arange(2), 8000, 0, scorer, ONE)
 
 
 def test_ranks_with_unequal_networks_are_found(monkeypatch):

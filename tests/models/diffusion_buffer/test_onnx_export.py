@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from common.errors import UserError
-from helpers.diffusion_buffer_support import pair
+from helpers.diffusion_buffer_support import pair, randomised
 from infer import convert
-from models.diffusion_buffer.diagnose import randomised
 from models.diffusion_buffer.enhance import enhance
 from models.diffusion_buffer.network import build_network
 from models.diffusion_buffer.onnx_export import OnnxNetwork, RealNetwork, write_onnx

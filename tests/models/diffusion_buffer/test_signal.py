@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import diffusion_buffer as recipe
 from common.errors import UserError
 from diffusion_buffer import compute_loss
-from helpers.diffusion_buffer_support import batch_of, pair
-from models.diffusion_buffer import signal
-from models.diffusion_buffer.data import Clips, buffer_size, cut
-from models.diffusion_buffer.diagnose import clips_of
+from helpers.diffusion_buffer_support import batch_of, clips_of, pair
+from models.diffusion_buffer import data, signal
+from models.diffusion_buffer.data import Clips, cut
 from models.diffusion_buffer.network import NCSNpp
 from models.diffusion_buffer.signal import Spec
 
@@ -39,6 +37,28 @@ def test_sigma_is_the_golden_table(c):
         assert values.max() == pytest.approx(0.2117, abs=1e-4) and grid[values.argmax()] == pytest.approx(
             0.713, abs=2e-3
         )
+
+
+@pytest.mark.parametrize("changes", [{}, {"sde_c": 0.52, "sde_k": 3.0}])
+def test_sigma_is_the_integral_and_where_the_forward_process_ends(changes):
+    """The closed form against c (1-t)^2 int k^2s / (1-s)^2 ds, and against Euler steps from 1 towards -1."""
+    from scipy.integrate import quad
+
+    spec = dataclasses.replace(SPEC, **changes)
+    for t in (0.001, 0.03, 0.25, 0.5, 0.8, 0.999):
+        area, _ = quad(lambda s: spec.sde_k ** (2 * s) / (1 - s) ** 2, 0, t, epsabs=0, epsrel=1e-11)
+        assert float(signal.sigma(spec, t)) == pytest.approx(math.sqrt(spec.sde_c * area) * (1 - t), rel=1e-6)
+    draw, steps, end, x = np.random.default_rng(0), 400, 0.7, np.ones(20000)
+    for t in np.arange(steps) * end / steps:
+        step = end / steps
+        x = x + (-1 - x) / (1 - t) * step + signal.g(spec, t) * math.sqrt(step) * draw.standard_normal(len(x))
+    assert x.mean() == pytest.approx(1 - 2 * end, abs=0.02)
+    assert x.std() == pytest.approx(float(signal.sigma(spec, end)), rel=0.02)
+
+
+def test_noise_has_unit_power():
+    power = np.square(np.abs(signal.complex_noise(np.random.default_rng(0), 100000))).mean()
+    assert power == pytest.approx(1, abs=0.02)
 
 
 def test_one_second_is_63_frames_and_they_are_those_of_torch():
@@ -74,31 +94,23 @@ def test_jittered_times_ascend_one_in_each_cell():
     """Around the times of the stream: a frame is never asked about at a time that its place was not trained at."""
     grid = signal.inference_times(SPEC)
     assert grid[-1] == SPEC.reverse_start
-    draws = np.array([signal.training_times(SPEC, "jitter", 0, 0, i) for i in range(500)])
+    draws = np.array([signal.training_times(SPEC, 0, 0, i) for i in range(500)])
     assert (np.diff(draws) > 0).all() and (draws[:, 0] == SPEC.t_eps).all() and draws.max() <= SPEC.t_max
     assert (np.abs(draws - grid) <= (grid[1] - grid[0]) / 2 + 1e-9).all()
     assert draws.mean(0)[1:] == pytest.approx(grid[1:], abs=0.01)
     assert len(np.unique(draws[:, 3])) == 500
-    free = np.array([signal.training_times(SPEC, "random", 0, 0, i) for i in range(200)])
-    assert (np.diff(free) >= 0).all() and free.std(0)[3] > draws.std(0)[3]
-    assert free.max() > 0.97 * SPEC.t_max
-    official = np.linspace(SPEC.t_eps, SPEC.t_max, SPEC.buffer)
-    assert (signal.training_times(SPEC, "grid", 0) == official).all()
 
 
-def clips(**changes) -> Clips:
-    found = clips_of(*pair(1.0), SPEC)
-    for name, value in changes.items():
-        setattr(found.config, name, value)
-    return found
+def clips() -> Clips:
+    return clips_of(*pair(1.0), SPEC)
 
 
 def test_a_crop_depends_on_its_key_alone():
-    one, two = clips(context_noise=0.5), clips(context_noise=0.5)
+    one, two = clips(), clips()
     batch, again = one.batch([(3, 0), (4, 0)]), two.batch([(4, 0)])
-    for name in ("t", "sigma", "z", "noisy", "clean", "context_mix", "context_noise"):
+    for name in ("t", "sigma", "z", "noisy", "clean"):
         assert torch.equal(batch[name][1], again[name][0])
-        assert not torch.equal(batch[name][0], batch[name][1]) or name.startswith("context_")
+        assert not torch.equal(batch[name][0], batch[name][1])
 
 
 def test_the_silence_before_a_clip_is_not_counted_as_heard():
@@ -112,42 +124,16 @@ def test_the_silence_before_a_clip_is_not_counted_as_heard():
     assert silent > 0
 
 
-def test_the_gain_is_the_same_on_both_sides_and_in_its_range():
-    plain = clips()
-    louder = clips(gain_low=6.0, gain_high=6.0)
+def test_the_gain_is_the_same_on_both_sides_and_in_its_range(monkeypatch):
+    batches = {}
+    for decibels in (0.0, 6.0):
+        monkeypatch.setattr(data, "GAINS_DB", (decibels, decibels))
+        batches[decibels] = clips_of(*pair(1.0), SPEC, gains=True).batch([(0, 0)])
     for side in ("noisy", "clean"):
-        a, b = plain.batch([(0, 0)])[side], louder.batch([(0, 0)])[side]
-        assert torch.allclose(b, a * 10 ** (6 / 20), rtol=1e-5)
+        assert torch.allclose(batches[6.0][side], batches[0.0][side] * 10 ** (6 / 20), rtol=1e-5)
 
 
-def test_a_context_is_corrupted_as_often_as_asked():
-    batch = clips(context_noise=0.3).batch([(i, 0) for i in range(300)])
-    corrupted = batch["context_mix"] > 0
-    assert 0.2 < corrupted.float().mean() < 0.4 and batch["context_mix"].max() <= 0.5
-    assert torch.equal(batch["context_noise"].abs().sum((1, 2)) > 0, corrupted)
-
-
-# ---- sizes and levels ------------------------------------------------------------------------------------------
-
-
-def test_a_buffer_is_drawn_by_the_step_alone_and_every_size_comes():
-    config = SimpleNamespace(seed=3, buffer_low=5)
-    sizes = [buffer_size(step, SPEC, config) for step in range(400)]
-    assert sizes == [buffer_size(step, SPEC, config) for step in range(400)]
-    assert [sizes.count(n) > 60 for n in (4, 5, 6, 7, 8, 9)] == [False, True, True, True, True, False]
-    assert {buffer_size(step, SPEC, SimpleNamespace(seed=3, buffer_low=0)) for step in range(50)} == {8}
-
-
-def test_a_smaller_buffer_has_more_context_and_fewer_targets():
-    found = clips().batch([(0, 0), (1, 0)], 5) | {"autocast": False, "own": False}
-    network = Seen(lambda x, y: x)
-    counts = [float(part[1]) for part in compute_loss(network, found, SPEC).parts.values()]
-    assert found["t"].shape == (2, 5) and sum(counts) == 2 * SPEC.bins * 5
-    assert not network.t[:, :11].any() and torch.equal(network.t[:, 11:], found["t"])
-    clean, noisy = spectra_of(found)
-    assert torch.allclose(network.x[..., :11], clean[..., :11], atol=1e-5)
-    mean = (1 - found["t"][:, None]) * clean[..., 11:] + found["t"][:, None] * noisy[..., 11:]
-    assert torch.allclose(network.x[..., 11:], mean + found["sigma"][:, None] * found["z"], atol=1e-5)
+# ---- levels ---------------------------------------------------------------------------------------------------
 
 
 TRACKED = dataclasses.replace(SPEC, level="track")
@@ -176,7 +162,7 @@ def test_training_and_stream_give_a_frame_the_same_level():
     whole = signal.whole_spectrum(torch.from_numpy(wave), TRACKED, 251)
     heard = [level.push(frame) for frame in whole.T]
     scales = [np.array(([1.0] * 16 + heard[: last + 1])[-16:]) for last in range(251)]
-    batch = found.batch([(epoch, 0) for epoch in range(6)]) | {"autocast": False, "own": False}
+    batch = found.batch([(epoch, 0) for epoch in range(6)]) | {"autocast": False}
     for scale in batch["loudness"].numpy():
         assert min(np.abs(scale - row).max() for row in scales) < 1e-5
     compute_loss(network, batch, TRACKED)
@@ -198,8 +184,8 @@ def test_a_crop_s_level_has_its_gain_and_the_powers_of_a_clip_are_computed_once(
     computed, powers = [], signal.frame_powers
     monkeypatch.setattr(signal, "frame_powers", lambda *a: computed.append(1) or powers(*a))
     noisy, clean = pair(1.0)
-    training_set = clips_of(noisy, clean, TRACKED)
-    training_set.config.gain_low, training_set.config.gain_high = -50.0, -20.0
+    training_set = clips_of(noisy, clean, TRACKED, gains=True)
+    monkeypatch.setattr(data, "GAINS_DB", (-50.0, -20.0))
     wave = torch.from_numpy((np.clip(noisy, -1, 1) * 32767).astype(np.int16).astype(np.float32) / 32768)
     for epoch in range(4):
         key = (0, epoch, "clip")
@@ -286,83 +272,48 @@ def test_an_untrained_network_has_a_dsm_loss_of_one(scale):
     assert float(stats[0].sum() / stats[1].sum()) == pytest.approx(1.0, abs=0.1)
 
 
-def test_a_corrupted_context_lies_between_clean_and_noisy():
-    batch, network = made_batch(2), Seen(lambda x, y: x)
-    batch["context_mix"], batch["context_noise"] = torch.tensor([0.5, 0.0]), torch.zeros(2, SPEC.bins, 8) + 0j
-    compute_loss(network, batch, SPEC)
-    clean, noisy = spectra_of(batch)
-    assert torch.allclose(network.x[0, :, :8], ((clean + noisy) / 2)[0, :, :8], atol=1e-5)
-    assert torch.allclose(network.x[1, :, :8], clean[1, :, :8], atol=1e-5)
-
-
-def test_an_own_context_is_what_the_network_said_a_buffer_earlier():
-    found = clips(context_own=1.0).batch([(0, 0), (1, 0)], 6)
-    shown = []
-
-    def answer(x, y):
-        shown.append((x, y))
-        return x * 0.5 + len(shown)
-
-    compute_loss(Seen(answer), found | {"autocast": False, "own": True}, SPEC)
-    clean, noisy = spectra_of(found)  # 16 frames, of which 10 are context
-    (early, early_noisy), (late, _) = shown
-    assert not early[..., :6].any() and torch.allclose(early[..., 6:10], clean[..., :4], atol=1e-5)
-    assert torch.allclose(early_noisy[..., 6:], noisy[..., :10], atol=1e-5)
-    t = found["t"][:, None]
-    mean = (1 - t) * clean[..., 4:10] + t * noisy[..., 4:10]
-    assert torch.allclose(early[..., 10:], mean + found["sigma"][:, None] * found["z_own"], atol=1e-5)
-    assert torch.allclose(late[..., :4], clean[..., :4], atol=1e-5)
-    assert torch.allclose(late[..., 4:10], early[..., 10:] * 0.5 + 1, atol=1e-5)
-    shown.clear()
-    compute_loss(Seen(answer), found | {"autocast": False, "own": False}, SPEC)
-    assert len(shown) == 1 and torch.allclose(shown[0][0][..., 10:], late[..., 10:])  # the buffer is the same
-
-
 # ---- refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"t_eps": 0.0}, "0 < t-eps < t-max < 1"),
-        ({"t_max": 1.0}, "0 < t-eps < t-max < 1"),
-        ({"t_eps": 0.9, "t_max": 0.5}, "0 < t-eps < t-max < 1"),
-        ({"t_eps": 1e-6}, "below 1e-3: raise --t-eps"),
-        ({"buffer": 200}, "--buffer 200 does not fit into --frames 128 .of --hop 256"),
-        ({"n_fft": 500}, "--n-fft 500 gives 251 bins"),
-        ({"hop": 400}, "--hop 400 is not between"),
-        ({"width": 10}, "--width 10 does not fit"),
-        ({"width": 48}, "--width 48 does not fit"),  # 144 channels in 32 groups
-        ({"gain_low": 3.0, "gain_high": -3.0}, "--gain-low 3 is above --gain-high -3"),
-        ({"sde_k": 1.0}, "--sde-k 1 above 1"),
-        ({"buffer_low": 30}, "--buffer-low 30 is not between 4 and --buffer 20"),
-        ({"buffer_low": 2}, "--buffer-low 2 is not between 4"),
-        ({"context_own": 0.5, "loss": "dsm"}, "--context-own needs estimates of clean speech"),
+        ({"t_eps": 0.0}, "0 < t_eps < t_max < 1"),
+        ({"t_max": 1.0}, "0 < t_eps < t_max < 1"),
+        ({"t_eps": 0.9, "t_max": 0.5}, "0 < t_eps < t_max < 1"),
+        ({"t_eps": 1e-6}, "raise t_eps"),
+        ({"buffer": 200}, "buffer 200 does not fit into 128 frames"),
+        ({"n_fft": 500}, "n_fft 500 gives 251 bins"),
+        ({"hop": 400}, "hop 400 is not between"),
+        ({"width": 10}, "width 10 does not fit"),
+        ({"width": 48}, "width 48 does not fit"),  # 144 channels in 32 groups
+        ({"width": 0}, "width 0 does not fit"),
+        ({"sde_k": 1.0}, "sde_k 1 above 1"),
+        ({"network": "unet"}, "network unet is not one of ncsnpp"),
+        ({"frames": "many"}, "frames 'many' is not a whole number"),
+        ({"bufer": 9}, "bufer is no setting"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        signal.spec_of(recipe.Config(**changes))
+        signal.build_spec(changes)
 
 
-def test_frames_are_rounded_up_to_what_the_network_takes():
-    assert signal.spec_of(recipe.Config(frames=63)).frames == 64
-    assert signal.spec_of(recipe.Config(frames=63, network="block_causal")).frames == 63
-    assert signal.spec_of(recipe.Config(loss="dsm")).output_scale == "sigma"
+def test_what_is_not_given_is_as_published_and_frames_are_rounded_up():
+    assert signal.build_spec({}) == Spec()
+    assert signal.build_spec({"frames": 63}).frames == 64
+    causal = signal.build_spec({"frames": 63, "network": "block_causal"})
+    assert (causal.frames, causal.width, causal.phase) == (63, 128, "middle")
+    assert signal.build_spec({"loss": "dsm"}).output_scale == "sigma"
+    assert all(signal.build_spec(dataclasses.asdict(spec)) == spec for spec in signal.SPECS.values())
 
 
 @pytest.mark.parametrize(
-    ("samples", "message"), [(100, "100 samples, less than half"), (255, "less than half a window")]
+    ("samples", "message"),
+    [(100, "100 samples, less than half"), (255, "less than half a window"), (1000, "4 frames of 256, .* has 20")],
 )
-def test_clips_without_a_frame_are_refused(samples, message):
+def test_clips_without_a_frame_or_shorter_than_the_buffer_are_refused(samples, message):
     pairs = SimpleNamespace(samples=np.array([5000, samples]), id=lambda i: f"clip{i}", folder="pairs")
-    config = SimpleNamespace(pad_short=True)
-    with pytest.raises(UserError, match=f"clip 'clip1' of pairs has {samples} samples.*--n-fft 510, --hop 256"):
-        Clips(pairs, np.array([0, 1]), Spec(), config)
-
-
-def test_clips_shorter_than_the_buffer_need_leave():
-    pairs = SimpleNamespace(samples=np.array([5000, 1000]), id=lambda i: f"clip{i}", folder="pairs")
-    with pytest.raises(UserError, match="clip1.*4 frames.*--buffer is 20.*--pad-short"):
-        Clips(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=False))
-    Clips(pairs, np.array([0, 1]), Spec(), SimpleNamespace(pad_short=True))
+    with pytest.raises(UserError, match=f"clip 'clip1' of pairs has {samples} samples.*"[:-2]) as error:
+        Clips(pairs, np.array([0, 1]), Spec(), seed=0)
+    assert error.match(message)

@@ -207,7 +207,7 @@ def llama_case(size: str, untie: str = "ffn") -> Case:
 
 def cmgan_case() -> Case:
     """The generator as published, 4 crops of 2 s."""
-    return Case(lambda: cmgan_support.generator_step(64, 16))
+    return Case(lambda: cmgan_support.generator_step(64))
 
 
 def discriminator_case() -> Case:

@@ -27,7 +27,7 @@ from infer import enhance as infer_enhance
 from models.cmgan import evaluate as evaluate_module
 from models.cmgan import labels as labels_module
 from models.cmgan import watch
-from models.cmgan.diagnose import Findings, check_history, diagnose, evaluation_data
+from models.cmgan.diagnose import diagnose
 from models.cmgan.enhance import enhance, enhance_run
 from models.cmgan.network import TSCNet
 from models.cmgan.weights import load_networks
@@ -306,8 +306,9 @@ def test_diagnose_checks_a_run_and_says_what_it_measured(finished, ranks, scorer
         ask(finished, ranks, scorer, finished)
     lines = capsys.readouterr().out.splitlines()
     named = {line.split(":")[0].split("  ")[-1]: line for line in lines if line[:4] in ("PASS", "WARN", "FAIL")}
-    wanted = {"weights", "finite", "PESQ labels", "PESQ speed", "gain", "pesq", "memory"}
-    assert wanted | {"discriminator follows PESQ", "gradient shares", "loss and PESQ agree"} <= set(named)
+    assert {"weights", "PESQ labels", "memory", "gain", "pesq", "discriminator follows PESQ on noisy speech"} <= set(
+        named
+    )
     assert named["PESQ labels"].startswith("PASS")
 
 
@@ -316,14 +317,9 @@ def test_diagnose_checks_a_run_as_it_was_trained(finished):
     config = trained_config(finished)
     used = json.loads((finished / "config.json").read_text())["config"]
     assert config.seconds == used["seconds"] == TINY["seconds"]
-    assert evaluation_data(config) == (used["data"], ["dov"])
+    assert (config.data, config.hold_out) == (used["data"], ["dov"])
     assert trained_config(finished, eval_data="other").eval_data == "other"
     assert build_config(cmgan.Config, {"seconds": 1.0, "a_flag_of_old": 1}).seconds == 1.0
-    with open(finished / "metrics.jsonl", "a") as record:
-        record.write('{"event": "ev')  # a killed run
-    found = Findings()
-    check_history(found, finished)
-    assert not found.failed
 
 
 @pytest.mark.long
@@ -386,7 +382,7 @@ def test_mistakes_of_infer_enhance_are_one_sentence(finished, tmp_path, words, s
 def test_infer_diagnose_prints_its_checks_and_fails_with_code_2(finished):
     done = support.run_script("infer/diagnose.py", "--run", finished)
     assert "PASS  weights" in done.stdout and "FAIL  gain" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {finished}: 1 checks failed: gain")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {finished}: some checks failed: gain")
 
 
 @pytest.mark.long

@@ -282,6 +282,21 @@ def export(networks: dict, ema: Ema, config: Config, folder: Path, checkpoint: d
 # ---- training --------------------------------------------------------------------------------------------------
 
 
+def start_engines(
+    generator: TSCNet, discriminator: Discriminator, config: Config, ds: dict, gan_ramp: GanRamp
+) -> tuple[dict, tuple]:
+    """Optimizer and engine of each network, which have their own gradient clipping: the engines by the names of their
+    parts of a checkpoint, and the optimizers."""
+    g_groups = optim.parameter_groups(generator, config.weight_decay, no_decay=("rel_pos_emb", "norm"))
+    d_groups = optim.parameter_groups(discriminator, config.weight_decay, no_decay=())
+    g_optimizer = optim.build_optimizer(g_groups, config, ds, betas=(0.9, 0.999))  # any torch optimizer works here
+    d_optimizer = optim.build_optimizer(d_groups, config, ds, betas=(0.9, 0.999))
+    loss_fn = functools.partial(compute_loss, discriminator=discriminator, config=config, gan_ramp=gan_ramp)
+    g_engine = engine.start_engine(generator, loss_fn, g_optimizer, ds)
+    d_engine = engine.start_engine(discriminator, discriminator_loss, d_optimizer, ds)
+    return {"g": g_engine, "d": d_engine}, (g_optimizer, d_optimizer)
+
+
 def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     """The whole run; returns both engines, with the exported weights."""
     if not config.data:
@@ -307,17 +322,9 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     labels = Labels(scorer, config.uses_noisy_term)
     gan_ramp = build_gan_ramp(config, len(eval_rows))
 
-    # optimizers and engines: each network has its own, with its own gradient clipping
-    g_groups = optim.parameter_groups(generator, config.weight_decay, no_decay=("rel_pos_emb", "norm"))
-    d_groups = optim.parameter_groups(discriminator, config.weight_decay, no_decay=())
-    g_optimizer = optim.build_optimizer(g_groups, config, ds, betas=(0.9, 0.999))  # any torch optimizer works here
-    d_optimizer = optim.build_optimizer(d_groups, config, ds, betas=(0.9, 0.999))
-    loss_fn = functools.partial(compute_loss, discriminator=discriminator, config=config, gan_ramp=gan_ramp)
-    g_engine = engine.start_engine(generator, loss_fn, g_optimizer, ds)
-    d_engine = engine.start_engine(discriminator, discriminator_loss, d_optimizer, ds)
-    engines = {"g": g_engine, "d": d_engine}
+    engines, optimizers = start_engines(generator, discriminator, config, ds, gan_ramp)
+    g_engine, d_engine = engines.values()
     ema = Ema(g_engine, config.ema)
-    steps_per_epoch = plan.per_epoch / micro_batches_per_step
     if config.dry_run:
         dry_run(engines, to_device(first_batch, process.device), labels, config, process)
         return engines
@@ -325,7 +332,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
     # fresh start or resume
     fingerprint = clips.fingerprint() | {
         "eval": eval_pairs.fingerprint() if eval_pairs else "",  # enables the GAN loss, and selects the best
-        "optimizer": [optim.describe_optimizer(optimizer) for optimizer in (g_optimizer, d_optimizer)],
+        "optimizer": [optim.describe_optimizer(optimizer) for optimizer in optimizers],
     }
     run = runs.Run("cmgan", config, ds, process, fingerprint, steps)
     if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
@@ -347,6 +354,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
 
     # Every rank knows the whole plan; its own micro-batches are every world-th one.
     first, end = run.start_step * micro_batches_per_step, steps * micro_batches_per_step
+    steps_per_epoch = plan.per_epoch / micro_batches_per_step
     batches = prefetch(build_micro_batch, range(first + process.rank, end, process.world), process.device)
     generator.train()
     discriminator.train()
@@ -411,7 +419,7 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
         if applied and applied_d:
             ema.update(step)
             positions = sum(int(clips.lengths[rows].sum()) for _, rows in rows_of_step)  # audio samples
-            epoch = round(done * micro_batches_per_step / plan.per_epoch, 4)
+            epoch = round(done / steps_per_epoch, 4)
             more = {"epoch": epoch, "gan_level": gan_ramp.level}
             more |= {"lr_d": lr * DISCRIMINATOR_RATE, "grad_norm_d": grad_norm_d, "loss_d": sum(terms_d.values())}
             more |= {f"loss_d_{name}": value for name, value in terms_d.items()}

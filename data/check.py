@@ -89,7 +89,8 @@ def check_tokens(folder: Path, info: dict, seen: "Seen") -> list[str]:
     from lib import store
 
     missing = {"codec", "sample_rate", "hop", "codebooks", "codebook_size", "channels", "rows"} - info.keys()
-    missing |= {"id", "text", "codes", "frames"} - store.arrow_columns(folder, info).keys()
+    columns = store.read_arrow(folder / info["files"][0]["name"])[0].schema.names
+    missing |= {"id", "text", "codes", "frames"} - set(columns)
     if missing:
         return [f"fields missing in dataset.json or columns missing in the files: {', '.join(sorted(missing))}"]
     problems = defaultdict(list)  # what training refuses -> ids

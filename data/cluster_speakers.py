@@ -55,6 +55,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    from datasets import load_from_disk
+
     from lib import store
 
     args = parse_args()
@@ -78,11 +80,9 @@ def main() -> None:
         vectors.append(vector / np.linalg.norm(vector))
     clusters = cluster(np.array(vectors), ids, args.threshold)
     report = describe(clusters, known)
-    names = dict(zip(ids, name_speakers(clusters, known), strict=True))
-    rows = (row | {"speaker": names[row["id"]]} for row in store.read_rows(args.tokens, info))
-    columns = store.arrow_columns(args.tokens, info) | {"speaker": "string"}
+    data = store.set_column(load_from_disk(args.tokens), "speaker", name_speakers(clusters, known))
     settings = {"speakers": {"embedder": args.embedder, "threshold": args.threshold, **report}}
-    store.write_derived(args.out, info, rows, columns, settings)
+    store.write_derived(args.out, info, data, settings)
     print(f"{len(ids)} clips, {report['speakers']} speakers, of 1 clip each: {report['single']};"
           f" clips per speaker: {report['smallest']} to {report['largest']}, median {report['median']:g}")  # fmt: skip
     if report["unplaced"]:

@@ -375,7 +375,7 @@ def write_tokens(
         columns["weight"] = "float32"
     folder = work / "dataset"
     shutil.rmtree(folder, ignore_errors=True)
-    files = store.write_dataset(folder, token_rows(kept, finished, labels), columns, sums=("frames",))
+    files = store.write_dataset(folder, token_rows(kept, finished, labels), columns)
     rejected = [clip for clip in clips if finished.clips[clip.id].reject]
     store.write_jsonl(folder / "rejects.jsonl", (reject_line(clip, finished.clips[clip.id]) for clip in rejected))
     store.write_jsonl(folder / "skipped.jsonl", map(asdict, skipped))
@@ -393,9 +393,9 @@ def write_tokens(
         **format,
         "channels": format["codebooks"] * (2 if job.stereo else 1),
         "layout": "frame-major",
-        "rows": sum(entry["rows"] for entry in files),
+        "rows": len(kept),
         "wanted": wanted,  # training compares the number of rows with this (--min-coverage)
-        "frames": sum(entry["frames"] for entry in files),
+        "frames": sum(finished.clips[clip.id].frames for clip in kept),
         "settings": job.settings(),
         "versions": store.versions("torch", "torchaudio", "transformers", "datasets", "soundfile"),
         "files": files,
@@ -417,12 +417,11 @@ def reject_without_reference(clips: list[Clip], finished: Finished) -> None:
 
 
 def token_rows(clips: Iterable[Clip], finished: Finished, labels: list[str]) -> Iterator[dict]:
-    from lib import store
-
     for clip in clips:
         result = finished.clips[clip.id]
         row = {"id": clip.id, "text": clip.text, "frames": result.frames, "source": result.source}
-        row["codes"] = store.list_value(*result.codes)
+        column, number = result.codes
+        row["codes"] = column[number].values.to_numpy()
         row["texts"] = list(clip.texts) or [clip.text]
         row["weight"] = 1.0 if clip.weight is None else clip.weight
         yield row | {label: getattr(clip, label) for label in labels}

@@ -38,14 +38,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    from datasets import load_from_disk
+
     from lib import store
 
     args = parse_args()
     info = store.open_dataset(args.tokens)
     if "codec" not in info:
         raise UserError(f"{args.tokens} is not a token dataset")
-    columns = store.arrow_columns(args.tokens, info)
-    if "speaker" not in columns:
+    data = load_from_disk(args.tokens)
+    if "speaker" not in data.column_names:
         raise UserError(
             f"{args.tokens} has no speakers: add them to the manifest and run data/encode.py again "
             "(no clip is encoded twice), or let data/cluster_speakers.py tell the voices apart"
@@ -53,11 +55,8 @@ def main() -> None:
     store.refuse_existing(args.out)
     clips = [summary(row, info) for row in store.read_rows(args.tokens, info)]
     refs = choose_references(clips, args.min_seconds, args.max_seconds, args.seed)
-    voices = {
-        row["id"]: [row.get(name) for name in REFERENCES]
-        for row in store.read_rows(args.tokens, info)
-        if row.get("ref1")
-    }
+    labels = data.select_columns([name for name in ("id", *REFERENCES) if name in data.column_names])
+    voices = {row["id"]: [row.get(name) for name in REFERENCES] for row in labels if row.get("ref1")}
     refs |= {id: names[0] for id, names in voices.items()}  # a dialogue keeps its own references
     references = {ref for ref in [*refs.values(), *(name for names in voices.values() for name in names)] if ref}
     keep = {id for id, ref in refs.items() if ref or args.allow_no_ref or id in references}
@@ -67,9 +66,10 @@ def main() -> None:
             f"no clip in {args.tokens} has a reference: it must be another clip by the same speaker in the same split, "
             f"{args.min_seconds:g} to {args.max_seconds:g} s long (--min-seconds, --max-seconds)"
         )
-    rows = (row | {"ref": refs[row["id"]]} for row in store.read_rows(args.tokens, info) if row["id"] in keep)
+    data = store.set_column(data, "ref", [refs[clip["id"]] for clip in clips])
+    kept = [number for number, clip in enumerate(clips) if clip["id"] in keep]
     pairing = {"min_seconds": args.min_seconds, "max_seconds": args.max_seconds, "seed": args.seed}
-    store.write_derived(args.out, info, rows, columns | {"ref": "string"}, {"pairing": pairing})
+    store.write_derived(args.out, info, data.select(kept, keep_in_memory=True), {"pairing": pairing})
     print(f"{paired} of {len(clips)} clips have a reference, {len(clips) - len(keep)} left out; wrote {args.out}")
 
 

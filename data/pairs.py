@@ -333,7 +333,7 @@ def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out
 
     from lib import store
 
-    rejects = []
+    rejects, lengths = [], []
 
     def rows() -> Iterator[dict]:
         results = in_order(partial(make_pair, settings=settings), pairs, workers)
@@ -341,11 +341,12 @@ def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out
             if "reason" in row:
                 rejects.append(row)
             else:
+                lengths.append(row["samples"])
                 yield row
 
     folder = work / "dataset"
     shutil.rmtree(folder, ignore_errors=True)
-    files = store.write_dataset(folder, rows(), COLUMNS, sums=("samples",))
+    files = store.write_dataset(folder, rows(), COLUMNS)
     if not files:
         raise UserError(f"all {len(pairs)} pairs were rejected; the first: {rejects[0]['id']}: {rejects[0]['reason']}")
     store.write_jsonl(folder / "rejects.jsonl", rejects)
@@ -353,8 +354,8 @@ def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out
         "format": 1,
         "kind": "pairs",
         "sample_rate": settings.sample_rate,
-        "rows": sum(entry["rows"] for entry in files),
-        "samples": sum(entry["samples"] for entry in files),
+        "rows": len(lengths),
+        "samples": sum(lengths),
         "settings": {
             "snr": settings.snr,
             "seed": settings.seed,

@@ -63,44 +63,28 @@ def read_arrow(file: Path) -> list[pa.RecordBatch]:
     return pa.ipc.open_stream(pa.memory_map(str(file))).read_all().to_batches()
 
 
-def list_value(column: pa.ListArray, row: int) -> np.ndarray:
-    """One row of a list column, without copying it."""
-    start, end = column.offsets[row].as_py(), column.offsets[row + 1].as_py()
-    return column.values.slice(start, end - start).to_numpy()
-
-
 # ---------------------------------------------------------------- a dataset
 
 
-def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str], sums: tuple[str, ...]) -> list[dict]:
-    """Write the Arrow files and what `load_from_disk` needs; returns the file list for dataset.json.
-
-    `sums`: columns whose total is recorded per file (frames, samples).
-    """
+def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str]) -> list[dict]:
+    """Write the Arrow files and what `load_from_disk` needs; returns the file list for dataset.json."""
     from datasets import DatasetInfo, Features, List, Value
 
     kinds = {LISTS: List(Value("int16")), TEXTS: List(Value("string"))}
     features = Features({name: kinds.get(kind) or Value(kind) for name, kind in columns.items()})
     folder.mkdir(parents=True)
-    files = []
+    drafts = []
     batches = batched(rows, ROWS_PER_BATCH)
     batch_rows = next(batches, [])
     while batch_rows:
-        file = folder / f"{len(files)}.tmp"
-        entry = {"name": file.name, "rows": 0} | {name: 0 for name in sums}
-        with open(file, "wb") as stream:
-            with pa.ipc.new_stream(stream, features.arrow_schema) as writer:
-                while batch_rows and stream.tell() < BYTES_PER_FILE:
-                    writer.write_batch(arrow_batch(batch_rows, columns).cast(features.arrow_schema))
-                    entry["rows"] += len(batch_rows)
-                    for name in sums:
-                        entry[name] += sum(int(row[name]) for row in batch_rows)
-                    batch_rows = next(batches, [])
-        files.append(entry)
-    for number, entry in enumerate(files):
-        name = f"data-{number:05d}-of-{len(files):05d}.arrow"
-        (folder / entry["name"]).rename(folder / name)
-        entry |= {"name": name, "sha256": hash_file(folder / name), "bytes": (folder / name).stat().st_size}
+        drafts.append(folder / f"{len(drafts)}.tmp")
+        with open(drafts[-1], "wb") as stream, pa.ipc.new_stream(stream, features.arrow_schema) as writer:
+            while batch_rows and stream.tell() < BYTES_PER_FILE:
+                writer.write_batch(arrow_batch(batch_rows, columns).cast(features.arrow_schema))
+                batch_rows = next(batches, [])
+    for number, draft in enumerate(drafts):
+        draft.rename(folder / f"data-{number:05d}-of-{len(drafts):05d}.arrow")
+    files = list_files(folder)
     state = {
         "_data_files": [{"filename": entry["name"]} for entry in files],
         "_fingerprint": hashlib.sha256("".join(entry["sha256"] for entry in files).encode()).hexdigest()[:16],
@@ -115,53 +99,61 @@ def write_dataset(folder: Path, rows: Iterable[dict], columns: dict[str, str], s
     return files
 
 
+def list_files(folder: Path) -> list[dict]:
+    """The Arrow files of a dataset, as dataset.json names them."""
+    return [
+        {"name": file.name, "sha256": hash_file(file), "bytes": file.stat().st_size}
+        for file in sorted(folder.glob("data-*.arrow"))
+    ]
+
+
 def refuse_existing(out: Path) -> None:
     if out.exists():
         raise UserError(f"--out {out.absolute()} already exists: choose another path or remove it")
 
 
-def write_derived(out: Path, info: dict, rows: Iterable[dict], columns: dict[str, str], settings: dict) -> None:
-    """Write a token dataset that was made from another one; `info`: dataset.json of that one."""
+def write_derived(out: Path, info: dict, data, settings: dict) -> None:
+    """Write a token dataset that was made from another one. `info`: dataset.json of that one; `data`: what
+    datasets.load_from_disk gave, with its changes."""
     out = out.absolute()
     work = out.with_name(out.name + ".work")
     with clear_disk_errors(out), locked(work / "lock"):
         shutil.rmtree(work / "dataset", ignore_errors=True)
-        files = write_dataset(work / "dataset", rows, columns, sums=("frames",))
+        data.save_to_disk(work / "dataset", max_shard_size=BYTES_PER_FILE)
         # Without these two, encode.py does not mistake it for its own output.
         info = {name: value for name, value in info.items() if name not in ("key", "clips")}
         info |= {
-            "rows": sum(entry["rows"] for entry in files),
-            "frames": sum(entry["frames"] for entry in files),
+            "rows": len(data),
+            "frames": sum(data["frames"]),
             "settings": info["settings"] | settings,
-            "files": files,
+            "files": list_files(work / "dataset"),
         }
         write_json(work / "dataset/dataset.json", info)
         publish(work / "dataset", out)
         shutil.rmtree(work)
 
 
+def set_column(data, name: str, texts: list[str | None]):
+    """A dataset of the datasets library with this column of texts, new or replaced."""
+    from datasets import Value, disable_progress_bars
+
+    disable_progress_bars()
+    if name in data.column_names:
+        data = data.remove_columns(name)
+    return data.add_column(name, texts, feature=Value("string"))
+
+
 def read_rows(folder: Path, info: dict) -> Iterator[dict]:
     """All rows of a dataset in order; lists of numbers are NumPy views."""
     for entry in info["files"]:
         for batch in read_arrow(folder / entry["name"]):
-            columns = {}
-            for name in batch.schema.names:
-                column = batch.column(name)
-                is_list = pa.types.is_list(column.type) and column.type.value_type == pa.int16()
-                columns[name] = [list_value(column, i) for i in range(len(batch))] if is_list else column.to_pylist()
-            for values in zip(*columns.values(), strict=True):
-                yield dict(zip(columns, values, strict=True))
-
-
-def arrow_columns(folder: Path, info: dict) -> dict[str, str]:
-    """Column names and types of a dataset, as write_dataset() takes them."""
-    schema = read_arrow(folder / info["files"][0]["name"])[0].schema
-    names = {kind: name for name, kind in ARROW_TYPES.items()}
-    lists = {pa.int16(): LISTS, pa.string(): TEXTS}
-    return {
-        field.name: lists[field.type.value_type] if pa.types.is_list(field.type) else names[field.type]
-        for field in schema
-    }
+            lists = [
+                field.name
+                for field in batch.schema
+                if pa.types.is_list(field.type) and field.type.value_type == pa.int16()
+            ]
+            for number, row in enumerate(batch.drop_columns(lists).to_pylist()):
+                yield row | {name: batch.column(name)[number].values.to_numpy() for name in lists}
 
 
 def batched(rows: Iterable[dict], size: int) -> Iterator[list[dict]]:

@@ -84,7 +84,7 @@ def write(folder: Path, lengths: np.ndarray, text=lambda frames: "[S1] bada gumi
             yield {"id": f"clip-{number:07d}", "text": text(length), "codes": codes, "frames": length}
 
     columns = {"id": "string", "text": "string", "codes": store.LISTS, "frames": "int32"}
-    files = store.write_dataset(folder, rows(), columns, sums=("frames",))
+    files = store.write_dataset(folder, rows(), columns)
     store.write_json(folder / "dataset.json", facts | {"rows": len(lengths), "files": files})
     return sum(entry["bytes"] for entry in files)
 

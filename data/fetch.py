@@ -22,7 +22,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = command_parser(__doc__)
     parser.add_argument("name", metavar="owner/name", help="model or codec on the hub")
     parser.add_argument("--revision", default="", help="branch, tag or commit (default: the newest)")
-    parser.add_argument("--no-weights", action="store_true", help="only the small files, such as config.json")
     parser.add_argument(
         "--result", type=Path, metavar="FILE", help='for programs: write {"folder"} or {"problem"} here as JSON'
     )
@@ -34,7 +33,7 @@ def main() -> None:
     from lib.hub import fetch
 
     try:
-        folder = fetch(args.name, args.revision or None, weights=not args.no_weights)
+        folder = fetch(args.name, args.revision or None)
     except UserError as error:
         if not args.result:
             raise

@@ -15,10 +15,10 @@ from common.errors import UserError
 FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
-def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
+def fetch(name: str, revision: str | None = None) -> Path:
     """The folder with a model's files, downloaded unless they are here; it is named after the commit.
 
-    `revision`: branch, tag or commit, default the newest. `weights` False: only the small files.
+    `revision`: branch, tag or commit, default the newest.
     """
     if Path(name).exists():
         raise UserError(f"{name} is already on this machine: there is nothing to fetch.")
@@ -30,9 +30,8 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     logging.set_verbosity_error()  # what goes wrong is said once, below
     if not sys.stderr.isatty():
         disable_progress_bars()
-    ignored = ["*/*"] + ([] if weights else ["*.safetensors"])
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES, ignore_patterns=ignored))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # many kinds: of the hub's library, of its HTTP library, of the disk
         raise UserError(explain(error, name, revision)) from None
 

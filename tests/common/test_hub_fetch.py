@@ -25,7 +25,7 @@ class Download:
     def __init__(self, command):
         words = list(map(str, command))
         folder = f"/cache-{hub.socket.gethostname()}/{next(self.commits, COMMIT)}"
-        self.started.append((words[2], words[words.index("--revision") + 1], "--no-weights" in words))
+        self.started.append((words[2], words[words.index("--revision") + 1]))
         outcome = {"problem": self.problem} if self.problem else {"folder": folder}
         Path(words[words.index("--result") + 1]).write_text(json.dumps(outcome))
 
@@ -78,7 +78,7 @@ def four_ranks(monkeypatch):
 
 def test_one_rank_of_each_machine_downloads_and_all_load_from_disk(four_ranks):
     found = four_ranks("someone/model", revision="v1")
-    assert Download.started == [("someone/model", "v1", False)] * 2
+    assert Download.started == [("someone/model", "v1")] * 2
     assert {Path(folder).name for folder in found} == {COMMIT}
 
 

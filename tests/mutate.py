@@ -1017,8 +1017,8 @@ add("data-mono", FILE, "wave = wave.mean(axis=0, keepdims=True)", "wave = wave[:
     "the right channel is thrown away", MAKE_PAIRS + "test_two_channels_become_their_mean")
 add("data-truncated", FILE, "if 0 < size < 0xFFFFFFF0 and len(data) < size + 8:", "if False:",
     "a cut wav counts as whole", "data/test_encode.py::test_rejects_have_a_reason_each")
-add("data-pickle", FILE, 'map_location="cpu", weights_only=True)', 'map_location="cpu", weights_only=False)',
-    "codes in a .pt run code", "data/test_encode_bad_input.py::test_pickle_in_pt_codes_is_not_executed")
+add("data-pickle", FILE, "allow_pickle=False)", "allow_pickle=True)",
+    "codes run code", "data/test_encode_bad_input.py::test_pickle_in_npy_codes_is_not_executed")
 add("data-code-range", FILE, "if codes.min() < 0 or codes.max() >= codebook_size:", "if codes.min() < 0:",
     "codes out of range are accepted",
     "data/lib/test_sources.py::test_legacy_codes_out_of_range_are_rejected_not_clamped")

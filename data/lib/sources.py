@@ -8,7 +8,6 @@ import csv
 import functools
 import io
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from lib.clips import (
     csv_rows,
     first_field,
     inside,
-    json_file,
     jsonl_objects,
     read_lines,
     read_text,
@@ -192,31 +190,6 @@ def manifest_reference(item: dict, prefix: str, root: Path, where: str, source: 
     return Clip(id=id, audio=source, line=line, text=text, coded=True, speaker=speaker)
 
 
-def read_legacy_pt(source: Path, options: Options) -> Iterator[Clip]:
-    """`.pt` files of shape (T, 9) or (T, 18); metadata.json maps files to prompts, or is a list of objects."""
-    texts = {}
-    if (source / "metadata.json").is_file():
-        content = json_file(source / "metadata.json", (dict, list))
-        entries = content.items() if isinstance(content, dict) else ((None, entry) for entry in content)
-        for number, (name, entry) in enumerate(entries):
-            where = f"{source / 'metadata.json'}: entry {number}"
-            if isinstance(entry, dict):
-                name = first_field(entry, ("encoded_file", "codes", *AUDIO_NAMES, "filename")) or name
-                entry = first_field(entry, TEXT_NAMES)
-            texts[inside(source, name, where, by_name=True).stem] = as_text(entry, "text", where)
-    for file in walk(source):
-        if file.suffix == ".pt":
-            text = texts.get(file.stem)
-            if text is not None and letters(text) == letters(file.stem):
-                text = None  # the old encoder turned file names into prompts
-            yield Clip(id=file.relative_to(source).with_suffix("").as_posix(), audio=file, text=text, coded=True)
-
-
-def letters(text: str) -> str:
-    """The words of a prompt or file name, in a form that can be compared."""
-    return " ".join(re.findall(r"\w+", text.replace("_", " ").lower()))
-
-
 READERS = {
     "folder": read_folder,
     "jsonl": read_jsonl,
@@ -224,7 +197,6 @@ READERS = {
     "musiccaps": read_musiccaps,
     "hf": read_hf,
     "legacy-npy": read_legacy_npy,
-    "legacy-pt": read_legacy_pt,
     "chatml": read_chatml,
     "metadata-json": read_metadata_json,
 }

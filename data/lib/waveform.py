@@ -94,20 +94,25 @@ def bandwidth(wave: np.ndarray, rate: int) -> float:
 
 
 def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool, name: str = "") -> np.ndarray:
-    """(T, C) int16 codes from an .npy file of (C, T) or a .pt file of (T, C), as earlier trainers wrote them.
+    """(T, C) int16 codes from an .npy file of (C, T); also of (T, C), or flat, frame by frame, with a warning.
 
     Nothing is unpickled. Nothing is clamped: a code out of range means damage, which clamping would hide.
     """
-    codes = load_array(data)
+    if data[:6] != b"\x93NUMPY":
+        raise Reject("not an .npy file" if data else "empty file")
+    try:
+        codes = np.load(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise Reject(f"unreadable .npy: {error}") from None
     if codes.dtype.kind not in "iu":
         raise Reject(f"codes are {codes.dtype}, not integers")
     while codes.ndim > 2 and codes.shape[0] == 1:  # a plain squeeze would also remove T = 1
         codes = codes[0]
     counts = (codebooks, 2 * codebooks)
-    if codes.ndim == 1 and len(codes) % codebooks == 0 and data[:6] == b"\x93NUMPY":
+    if codes.ndim == 1 and len(codes) % codebooks == 0:
         print(f"warning: {name} is flat, read frame by frame, {codebooks} codes each", flush=True)
         codes = codes.reshape(-1, codebooks)
-    elif codes.ndim == 2 and data[:6] == b"\x93NUMPY":
+    elif codes.ndim == 2:
         if codes.shape[0] in counts:
             codes = codes.T
         elif codes.shape[1] in counts:
@@ -124,22 +129,3 @@ def read_codes(data: bytes, codebooks: int, codebook_size: int, stereo: bool, na
         bad = codes.min() if codes.min() < 0 else codes.max()
         raise Reject(f"code {bad} is outside 0..{codebook_size - 1}")
     return np.ascontiguousarray(codes, dtype=np.int16)
-
-
-def load_array(data: bytes) -> np.ndarray:
-    if not data:
-        raise Reject("empty file")
-    if data[:6] == b"\x93NUMPY":
-        try:
-            return np.load(io.BytesIO(data), allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            raise Reject(f"unreadable .npy: {error}") from None
-    import torch
-
-    try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise Reject(f"not a plain tensor file ({type(error).__name__}); nothing in it was executed") from None
-    if not isinstance(content, torch.Tensor):
-        raise Reject(f"holds a {type(content).__name__}, not a tensor")
-    return content.numpy()

@@ -8,7 +8,6 @@ import datasets
 import numpy as np
 import pytest
 import soundfile
-import torch
 
 
 def rows(out: Path) -> dict[str, dict]:
@@ -248,24 +247,13 @@ def test_legacy_codes_out_of_range_are_rejected_not_clamped(encode, tmp_path):
     assert "2048 is outside 0..2047" in (tmp_path / "tokens/rejects.jsonl").read_text()
 
 
-@pytest.mark.parametrize("channels, flags", [(9, ()), (18, ("--stereo",))])
-def test_legacy_pt(encode, tmp_path, channels, flags):
-    codes = torch.randint(0, 1024, (5, channels), generator=torch.Generator().manual_seed(0))
-    (tmp_path / "pt").mkdir()
-    for name in ("one", "track_01"):
-        torch.save(codes, tmp_path / f"pt/{name}.pt")
-    # The old encoder wrote file names as prompts into its metadata: those are not texts.
-    (tmp_path / "pt/metadata.json").write_text(json.dumps({"one.pt": "loud drums", "track_01.pt": "Track 01"}))
-    assert "track_01" in encode(tmp_path / "pt", "legacy-pt", *flags, weights=False)
-    encoded = encode(tmp_path / "pt", "legacy-pt", *flags, "--missing-text", "empty", weights=False)
-    assert encoded["one"]["text"] == "loud drums" and encoded["track_01"]["text"] == ""
-    assert np.array_equal(np.reshape(encoded["one"]["codes"], (5, channels)), codes.numpy())
-
-
-def test_stereo_legacy_codes_need_the_flag(encode, tmp_path):
-    (tmp_path / "pt").mkdir()
-    torch.save(torch.zeros(5, 18, dtype=torch.long), tmp_path / "pt/one.pt")
-    assert "add --stereo" in encode(tmp_path / "pt", "legacy-pt", "--missing-text", "empty", weights=False)
+def test_stereo_codes_need_the_flag(encode, tmp_path):
+    codes = np.random.default_rng(0).integers(0, 1024, (18, 5))
+    np.save(tmp_path / "one.npy", codes)
+    (tmp_path / "m.jsonl").write_text(json.dumps({"id": "one", "codes": "one.npy", "text": "x"}))
+    assert "add --stereo" in encode(tmp_path / "m.jsonl", "jsonl", weights=False)
+    encoded = encode(tmp_path / "m.jsonl", "jsonl", "--stereo", weights=False)
+    assert np.array_equal(np.reshape(encoded["one"]["codes"], (5, 18)), codes.T)
 
 
 def chat(role: str, *parts) -> dict:

@@ -272,7 +272,8 @@ def listen(folder: Path, info: dict, count: int, weights: str | None) -> None:
     numbers = set(np.linspace(0, info["rows"] - 1, min(count, info["rows"])).round().astype(int).tolist())
     codec = None
     if info.get("kind") != "pairs":
-        from lib.codec import find_weights, hash_weights, load_codec
+        from common.codec import hash_weights
+        from lib.codec import find_weights, load_codec
 
         if not (weights or info.get("weights")):
             raise UserError("--listen needs --codec-weights: dataset.json does not name the codec's weights")

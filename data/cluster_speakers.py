@@ -133,7 +133,7 @@ def listener(folder: Path, info: dict) -> Callable[[dict], np.ndarray]:
             codes = np.array(row["codes"]).reshape(-1, info["channels"])[:, : info["codebooks"]]
             heard = codec.decode(torch.from_numpy(codes).long()).reshape(1, -1).numpy(), codec.sample_rate
         try:
-            return prepare(*heard, RATE, False, 0.0, float("inf"))[0].numpy()
+            return prepare(*heard, RATE)[0].numpy()
         except Reject as reason:
             raise UserError(f"clip {row['id']} cannot be heard: {reason}") from None
 

@@ -267,7 +267,8 @@ def make_job(
     shortest: float,
     longest: float,
 ) -> Job:
-    from lib.codec import find_weights, hash_weights, kind_of
+    from common.codec import hash_weights
+    from lib.codec import find_weights, kind_of
 
     if weights is None:
         if not all(clip.coded for clip in clips):

@@ -9,12 +9,13 @@ are a reference themselves or --allow-no-ref is set (their `ref` is empty).
 
 import argparse
 import hashlib
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
+
+from pairs import keyed
 
 from common.errors import UserError, between, command_parser, run_command
 from lib.clips import REFERENCES
@@ -92,8 +93,7 @@ def choose_references(clips: list[dict], shortest: float, longest: float, seed: 
     refs = {}
     for clip in clips:
         candidates = candidates_by_voice.get(clip["voice"], [])
-        digest = hashlib.blake2b(json.dumps([seed, clip["id"], "ref"]).encode(), digest_size=8).digest()
-        start = int.from_bytes(digest, "big") % max(1, len(candidates))
+        start = keyed(seed, clip["id"], "ref", max(1, len(candidates)))
         ring = (candidates[(start + step) % len(candidates)] for step in range(len(candidates)))
         refs[clip["id"]] = next((other["id"] for other in ring if other["content"] != clip["content"]), None)
     return refs

@@ -278,11 +278,11 @@ def make_pair(pair: Pair, settings: Settings) -> dict:
     try:
         if pair.other is None:
             raise Reject("no noisy file with this name")
-        clean = read_mono(pair.clean, settings)
+        clean = read_side(pair.clean, settings)
         if settings.snr:
-            noisy = mix(clean, read_mono(pair.other, settings), pair.id, settings)
+            noisy = mix(clean, read_side(pair.other, settings), pair.id, settings)
         else:
-            noisy = read_mono(pair.other, settings)
+            noisy = read_side(pair.other, settings)
             if abs(len(clean) - len(noisy)) > 1:  # a difference of one sample comes from resampling
                 raise Reject(f"clean has {len(clean)} samples and noisy {len(noisy)}")
         samples = min(len(clean), len(noisy))
@@ -292,14 +292,14 @@ def make_pair(pair: Pair, settings: Settings) -> dict:
         return {"id": pair.id, "clean_file": str(pair.clean), "other_file": str(pair.other), "reason": str(reason)}
 
 
-def read_mono(file: Path | Cell, settings: Settings) -> np.ndarray:
+def read_side(file: Path | Cell, settings: Settings) -> np.ndarray:
     try:
         data = file.read_bytes()
     except OSError as error:
         raise Reject(f"{file.name}: unreadable file: {error.strerror}") from None
     try:
         wave, rate = read_samples(data, None, None)
-        return prepare(wave, rate, settings.sample_rate, False, settings.min_seconds, float("inf"))[0].numpy()
+        return prepare(wave, rate, settings.sample_rate, min_seconds=settings.min_seconds)[0].numpy()
     except Reject as reason:
         raise Reject(f"{file.name}: {reason}") from None
 

@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
 from common.errors import UserError, command_parser, run_command
+from common.speech_metrics import load_dnsmos
 
 RATE = 16000  # Hz, the rate of all supported models
 
@@ -104,7 +105,7 @@ def score(file: Path, references: list[Path], measures: dict[str, Callable]) -> 
         if reference:
             scores["similarity"] = cosine(embed(wave), embed(read_mono(reference)))
     if "dnsmos" in measures:
-        scores["dnsmos"] = measures["dnsmos"](wave)
+        scores["dnsmos"], _ = measures["dnsmos"](wave)
     facts = file.with_suffix(".json")
     text = json.loads(facts.read_text(encoding="utf-8")).get("text", "") if facts.is_file() else ""
     if "wer" in measures and words(text):
@@ -121,7 +122,7 @@ def read_mono(file: Path, target_rate: int = RATE):
         wave, rate = read_samples(file.read_bytes(), None, None)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
-    return prepare(wave, rate, target_rate, False, 0.0, float("inf"))[0].numpy()
+    return prepare(wave, rate, target_rate)[0].numpy()
 
 
 def cosine(a, b) -> float:
@@ -153,18 +154,6 @@ def load_embedder(name: str) -> Callable:
         return model(**extractor(wave, sampling_rate=RATE, return_tensors="pt")).embeddings[0].numpy()
 
     return embed
-
-
-# ---------------------------------------------------------------- quality
-
-
-def load_dnsmos() -> Callable:
-    """A function from samples to the predicted overall quality, 1 to 5."""
-    try:
-        from speechmos import dnsmos
-    except ImportError:
-        raise UserError("--dnsmos needs the package speechmos: pip install speechmos onnxruntime") from None
-    return lambda wave: float(dnsmos.run(wave.clip(-1, 1), sr=RATE)["ovrl_mos"])
 
 
 # ---------------------------------------------------------------- word error rate

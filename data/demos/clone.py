@@ -14,8 +14,8 @@ import json
 import shutil
 from pathlib import Path
 
+from common.codec import hash_weights
 from demos.speech import ASSETS, WORDS
-from lib.codec import hash_weights
 from lib.store import write_json, write_jsonl
 
 # Of the codec's nine: enough to tell voices apart (docs/log.md), and every one more makes the model larger.

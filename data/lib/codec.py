@@ -3,7 +3,6 @@
 Each clip is encoded alone, in fp32 and eval mode: padding in a batch, `.train()` or bf16 would change its codes.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -58,23 +57,6 @@ def find_weights(weights: str, revision: str | None = None) -> Path:
         raise UserError(f"--codec-weights {error}") from None
 
 
-def weight_files(path: Path) -> list[Path]:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"--codec-weights {path} has no .safetensors file")
-    return files
-
-
-def hash_weights(path: Path) -> str:
-    """SHA-256 over the weight files, ordered by name; for a single file it is the file's own SHA-256."""
-    digest = hashlib.sha256()
-    for file in weight_files(path):
-        with open(file, "rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def kind_of(path: Path) -> str:
     """Which codec the weights belong to: a .pth file is descript's DAC, a folder names it in its config.json."""
     if path.is_file():
@@ -87,6 +69,8 @@ def kind_of(path: Path) -> str:
         raise UserError(f"--codec-weights {path} has no config.json with a model_type") from None
     if model_type not in KINDS:
         raise UserError(f"--codec-weights {path} is a {model_type} model; it must be one of {', '.join(KINDS)}")
+    if not list(path.glob("*.safetensors")):
+        raise UserError(f"--codec-weights {path} has no .safetensors file")
     return KINDS[model_type]
 
 
@@ -139,7 +123,6 @@ def load_codec(path: Path, device: str = "cpu") -> Codec:
 
     logging.disable_progress_bar()  # the commands show their own
     kind, format = kind_of(path), describe(path)
-    weight_files(path)  # refuses a folder without weights
     if path.is_file():
         model, encode, decode = load_descript(path)
     else:

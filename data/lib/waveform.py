@@ -1,6 +1,7 @@
 """Read the content of a clip, samples or codes: decode, check, mix to mono and resample, here and nowhere else."""
 
 import io
+import math
 import struct
 
 import numpy as np
@@ -46,7 +47,14 @@ def refuse_truncated_wav(data: bytes) -> None:
             raise Reject(f"truncated wav: {len(data)} of {size + 8} bytes")
 
 
-def prepare(wave: np.ndarray, rate: int, target_rate: int, stereo: bool, min_seconds: float, max_seconds: float):
+def prepare(
+    wave: np.ndarray,
+    rate: int,
+    target_rate: int,
+    stereo: bool = False,
+    min_seconds: float = 0.0,
+    max_seconds: float = math.inf,
+):
     """(1, n) float32 tensor at the target rate, mixed to mono; with `stereo`, as many channels as the source."""
     import torch
     import torchaudio.functional

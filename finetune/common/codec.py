@@ -65,7 +65,7 @@ def place_of_codec(info: dict) -> str | None:
 
 
 def hash_weights(path: Path) -> str:
-    """SHA-256 over the weight files in the order of their names, as data/encode.py computes it."""
+    """SHA-256 over the weight files in the order of their names; for a single file it is the file's own."""
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
         with open(file, "rb") as stream:

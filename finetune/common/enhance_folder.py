@@ -18,6 +18,7 @@ import numpy as np
 from common.errors import UserError
 from common.runs import make_writable
 from common.runtime import print_above, say
+from common.speech_metrics import load_dnsmos
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".aifc", ".au", ".snd", ".caf", ".w64")
 SUFFIXES += (".rf64", ".voc", ".sph", ".nist")
@@ -80,7 +81,7 @@ def enhance_one(path, folder: Path, target: Path, rate: int, enhance: Callable, 
 
                 notes.append(enhance(sound, power, write))
             if predict:
-                scores.append([predict(file) for file in (heard, made)])
+                scores.append([predict(soundfile.read(file, dtype="float32")[0]) for file in (heard, made)])
         draft = folder / "out.wav"
         with open_wav(draft, own_rate, channels, frames) as written:
             for block in back_together(recording, folder, rate, source.high_band == "keep"):
@@ -250,23 +251,6 @@ def progress(seconds: float) -> Iterator[Callable]:
 
 
 # ---- quality without a reference -------------------------------------------------------------------------------
-
-
-def load_dnsmos() -> Callable:
-    """File at 16 kHz -> the opinions, 1 to 5, that DNSMOS predicts: overall (P.835), and P.808's."""
-    import soundfile
-
-    try:
-        from speechmos import dnsmos
-    except ImportError:
-        raise UserError("--dnsmos needs the package speechmos: pip install speechmos onnxruntime") from None
-
-    def predict(path: Path) -> list[float]:
-        wave, rate = soundfile.read(path, dtype="float32")
-        scores = dnsmos.run(wave.clip(-1, 1), sr=rate)
-        return [float(scores["ovrl_mos"]), float(scores["p808_mos"])]
-
-    return predict
 
 
 def describe_scores(scores: np.ndarray) -> str:

@@ -4,7 +4,11 @@ Nothing here imports torch: the processes that compute PESQ during training stay
 PESQ and STOI come from packages; the segmental SNR follows Hu and Loizou.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+
+from common.errors import UserError
 
 RATE = 16000
 FRAME, SHIFT = 480, 120  # of the segmental SNR: 30 ms every 7.5 ms
@@ -20,6 +24,20 @@ def pesq_wb(clean: np.ndarray, estimate: np.ndarray) -> tuple[float, str]:
         return float(pesq(RATE, clean, estimate, "wb")), ""
     except Exception as error:  # silence, too short, and whatever else the reference code refuses
         return float("nan"), type(error).__name__
+
+
+def load_dnsmos() -> Callable:
+    """A function from samples to two opinions, 1 to 5, that DNSMOS predicts: overall (P.835), and P.808's."""
+    try:
+        from speechmos import dnsmos
+    except ImportError:
+        raise UserError("--dnsmos needs the package speechmos: pip install speechmos onnxruntime") from None
+
+    def predict(wave: np.ndarray) -> tuple[float, float]:
+        scores = dnsmos.run(wave.clip(-1, 1), sr=RATE)
+        return float(scores["ovrl_mos"]), float(scores["p808_mos"])
+
+    return predict
 
 
 def stoi(clean: np.ndarray, estimate: np.ndarray, extended: bool = False) -> float:

@@ -41,7 +41,11 @@ def watch(script, run, *flags) -> dict:
 def test_samples_are_decoded_and_scored_and_a_silent_one_gets_the_worst(script, run, dac, monkeypatch):
     """The recogniser hears "one"; the quality comes from a stand-in for the package, which is optional."""
     monkeypatch.setattr(score, "load_recogniser", lambda name: lambda wave: "one")
-    fake = SimpleNamespace(run=lambda wave, sr: {"ovrl_mos": 3.0 if sr == 16000 and abs(wave).max() <= 1 else 0})
+
+    def quality(wave, sr):
+        return {"ovrl_mos": 3.0 if sr == 16000 and abs(wave).max() <= 1 else 0, "p808_mos": 2.0}
+
+    fake = SimpleNamespace(run=quality)
     monkeypatch.setitem(sys.modules, "speechmos", SimpleNamespace(dnsmos=fake))
     scores = watch(script, run, "--codec-weights", dac, "--wer", "any", "--dnsmos")
     assert scores["recorded"]["means"] == {"wer": 0.5, "dnsmos": 3.0}, "the ceiling"

@@ -34,12 +34,13 @@ sys.path[:0] = [str(ROOT / "data"), str(ROOT / "finetune")]
 
 from voices import speak
 
+from common.codec import hash_weights
 from common.errors import UserError, command_parser, run_command
 from demos.clone import save_codec
 from demos.dia import save_dia
 from demos.higgs import SPECIAL, save_model
 from demos.speech import WORDS, sentences
-from lib.codec import describe, hash_weights
+from lib.codec import describe
 from lib.store import hash_file, refuse_existing, write_json, write_jsonl
 
 HERE, ENCODE = Path(__file__).resolve().parent, ROOT / "data" / "encode.py"

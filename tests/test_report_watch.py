@@ -49,7 +49,7 @@ def add(run, **record):
 
 def test_the_page_grows_with_the_run(run, ask):
     status, text = ask("/")
-    assert status == 200 and "no records yet" in text and "<body data-live>" in text
+    assert status == 200 and "0 of 9 steps" in text and "<body data-live>" in text
     first = ask("/version")
     assert first == (200, version_of(run)) and ask("/version") == first
     add(run, step=1, loss=2.5)

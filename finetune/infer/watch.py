@@ -16,38 +16,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as for the recipes
 
-from common.errors import EXIT_USER_ERROR, UserError
+from common.errors import UserError, command_parser, run_command
 from infer.dispatch import read_recipe
 
 SHOWN = ("config.json", "metrics.jsonl", "samples/*/*", "figures/*.png", "export/*.json")  # what the page is made of
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh watch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--run", dest="named", type=Path, metavar="RUN", help="the same, as in the other commands")
+    parser = command_parser(__doc__)
+    parser.prog = "./launch.sh watch"
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--port", type=int, default=8765, help="port of the page (default: 8765; 0 = any free one)")
     return parser.parse_args(argv)
 
 
 def version_of(run: Path) -> str:
     """Changes whenever the page would."""
-    paths = sorted(path for pattern in SHOWN for path in run.glob(pattern))
-    states = [(str(path), *_state(path)) for path in paths]
+    states = []
+    for path in sorted(path for pattern in SHOWN for path in run.glob(pattern)):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # a draft that was renamed since
+            continue
+        states.append((str(path), status.st_mtime_ns, status.st_size))
     return hashlib.sha256(repr(states).encode()).hexdigest()
-
-
-def _state(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except OSError:  # a draft that was renamed since
-        return 0, 0
-    return status.st_mtime_ns, status.st_size
 
 
 def make_server(run: Path, port: int) -> ThreadingHTTPServer:
@@ -69,23 +61,23 @@ def make_server(run: Path, port: int) -> ThreadingHTTPServer:
             name = (self.headers.get("Host") or "").rsplit(":", 1)[0]
             if name not in ("127.0.0.1", "localhost"):  # another site that had its name point to this machine
                 return self.answer(403, "only for this machine", "text/plain")
-            if self.path not in ("/", "/version"):
-                return self.answer(404, "not found", "text/plain")
             try:
                 if self.path == "/version":
                     return self.answer(200, version_of(run), "text/plain")
-                return self.answer(200, page(), "text/html")
+                if self.path == "/":
+                    return self.answer(200, page(), "text/html")
             except (OSError, ValueError) as error:  # a file that is being replaced: the browser asks again
                 return self.answer(503, f"not readable now: {error}", "text/plain")
+            return self.answer(404, "not found", "text/plain")
 
         def answer(self, code: int, text: str, kind: str) -> None:
             body = text.encode()
+            self.send_response(code)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
             try:
-                self.send_response(code)
-                self.send_header("Content-Type", f"{kind}; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Cache-Control", "no-store")
-                self.end_headers()
                 self.wfile.write(body)
             except ConnectionError:  # the browser has gone
                 pass
@@ -100,14 +92,12 @@ def make_server(run: Path, port: int) -> ThreadingHTTPServer:
         raise UserError(f"--port {port} cannot be used ({why}); --port 0 takes any that is free.") from None
 
 
-def watch(args: argparse.Namespace) -> None:
-    run = args.run or args.named
-    if not run:
-        raise UserError("watch: give a run folder, as in ./launch.sh watch runs/my-voice")
-    read_recipe(str(run))
-    server = make_server(run, args.port)
+def main() -> None:
+    args = parse_args()
+    read_recipe(str(args.run))
+    server = make_server(args.run, args.port)
     try:
-        print(f"http://127.0.0.1:{server.server_port}/ shows {run} while it trains; Ctrl-C ends this", flush=True)
+        print(f"http://127.0.0.1:{server.server_port}/ shows {args.run} while it trains; Ctrl-C ends this", flush=True)
         server.serve_forever()
     except KeyboardInterrupt:
         print()
@@ -115,8 +105,4 @@ def watch(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        watch(parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    run_command(main)

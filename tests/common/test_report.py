@@ -14,8 +14,8 @@ import soundfile
 
 from common import report
 from common.report import comparison_page, report_page, say_result
-from common.report_charts import charts_of, thinned
-from common.report_samples import outline, spectrogram
+from common.report_charts import charts_of, compared, drawn
+from common.report_samples import spectrogram
 from common.report_words import duration, facts_in_words, number
 
 EVIL = "</script><script>alert(1)</script>\"'&{{ 7 * 7 }}"
@@ -50,14 +50,13 @@ def add_sample(run: Path, stage: str, name: str, seconds: float = 0.5, **facts) 
 
 
 class Page(HTMLParser):
-    """What a browser makes of the page: elements, sources, words, and the charts' data."""
+    """What a browser makes of the page: elements, sources, scripts and words."""
 
     def __init__(self, text):
         super().__init__()
         self.text, self.tags, self.classes, self.sources, self.words = text, [], [], [], ""
         self.scripts, self.open, self.section, self.sections, self.policy = [], [], "", {}, ""
         self.feed(text)
-        self.charts = {chart["id"]: chart for chart in json.loads(self.scripts[0])}
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
@@ -79,113 +78,121 @@ class Page(HTMLParser):
             self.scripts[-1] += data
         elif "style" not in self.open[-1:]:
             self.words += data
-            self.sections[self.section] = self.sections.get(self.section, "") + data + " "
+            self.sections[self.section] = " ".join(f"{self.sections.get(self.section, '')} {data}".split())
 
 
 def page_of(run) -> Page:
     return Page(report_page(run))
 
 
+def series_of(records) -> dict[str, dict[str, list]]:
+    """Chart -> curve -> values."""
+    return {chart.id: {series.name: series.y for series in chart.series} for chart in charts_of(records)}
+
+
 # ---- the page ----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_without_steps_evaluations_or_samples_has_a_report(run):
-    page = page_of(run([]))
-    assert "none" in page.sections["samples"] and "Configuration" in page.words and not page.charts
-    assert "The run has not finished" in page.sections["warnings"]
     folder = run([])
+    page = page_of(folder)
+    assert page.sections["samples"].startswith("Samples none") and "Configuration" in page.words
+    assert "not finished" in page.sections["warnings"]
     (folder / "metrics.jsonl").unlink()  # it has just begun
-    assert "no records yet" in page_of(folder).sections["top"]
+    assert "not finished" in page_of(folder).sections["top"]
 
 
-def test_headline_numbers_are_those_of_the_export_and_their_change(run):
+def test_results_are_those_of_the_export_and_their_change(run):
     evals = [EVAL | {"step": 0, "loss": 3.0, "text_gap": 0.5, "eos_recall": 0.25}]
     evals += [EVAL | {"step": 5, "loss": 2.25, "text_gap": 0.125, "eos_recall": 0.75}, EVAL | {"step": 9, "loss": 2.75}]
     folder = run([*evals, DONE])
     (folder / "export").mkdir()
     (folder / "export" / "training_config.json").write_text(json.dumps({"checkpoint": {"step": 5}}))
-    words = " ".join(page_of(folder).sections["headline"].split())
-    assert "evaluation loss 2.25 -0.75 better before training 3" in words
-    assert "text gap 0.125 -0.375 worse before training 0.5" in words
-    assert "ends predicted 75.0 % +50.0 points better before training 25.0 %" in words
+    words = page_of(folder).sections["results"]
+    assert words.startswith("before after, step 5 change evaluation loss")
+    assert "3 2.25 -0.75 better" in words and "0.5 0.125 -0.375 worse" in words
+    assert "25.0 % 75.0 % +50.0 points better" in words
     (folder / "export" / "training_config.json").unlink()  # not exported: the last evaluation stands for the run
-    assert "evaluation loss 2.75 -0.25 better" in " ".join(page_of(folder).sections["headline"].split())
+    assert "3 2.75 -0.25 better" in page_of(folder).sections["results"]
 
 
-def test_without_an_evaluation_the_training_loss_is_the_headline(run):
+def test_without_an_evaluation_the_training_loss_is_the_result(run):
     records = [STEP | {"step": step, "loss": 5.0 - step / 10} for step in range(1, 41)]
-    words = " ".join(page_of(run(records)).sections["headline"].split())
-    assert "training loss 1.05" in words and "at the start 4.85" in words  # means of two steps
-    assert "no evaluation" not in words
+    words = page_of(run(records)).sections["results"]
+    assert "first steps last steps" in words and "4.85 1.05 -3.8 better" in words  # means of two steps
 
 
-def test_curves_hold_what_was_recorded(run):
+def test_scores_of_the_samples_are_part_of_their_evaluation(run):
+    records = [EVAL | {"step": 0}, {"event": "scores", "step": 0, "wer": 0.5}]
+    records += [EVAL | {"step": 4}, {"event": "scores", "step": 4, "wer": 0.25}]
+    assert series_of(records)["eval-wer"]["model"] == [50.0, 25.0]
+    words = page_of(run(records, config={"best_by": "text_gap"})).sections["results"]
+    # What the run is judged by comes first.
+    assert words.index("text gap") < words.index("word error rate") < words.index("evaluation loss")
+
+
+def test_curves_hold_what_was_recorded():
     records = [
         EVAL | {"step": 0},
         STEP | {"step": 1},
         STEP | {"step": 2, "loss": 2.0},
         EVAL | {"step": 2, "loss": 1.25},
     ]
-    page = page_of(run([*records, DONE]))
-    training, evaluation = page.charts["loss"]["series"]
-    assert (training["x"], training["y"]) == ([1, 2], [2.5, 2.0])
-    assert (evaluation["x"], evaluation["y"]) == ([0, 2], [1.5, 1.25])
-    parts = page.charts["training-loss_channel_"]["series"]
-    assert [(part["name"], part["y"]) for part in parts] == [("codebook 0", [2.0, 2.0]), ("codebook 1", [3.0, 3.0])]
-    for name in ("lr", "grad_norm", "speed", "time", "memory", "padding", "tokens", "eval-text_gap"):
-        assert name in page.charts, name
-    assert page.charts["memory"]["series"][0]["y"] == [1.5, 1.5]
+    loss = charts_of(records)[0]
+    assert [(series.x, series.y) for series in loss.series] == [([1, 2], [2.5, 2.0]), ([0, 2], [1.5, 1.25])]
+    series = series_of(records)
+    assert series["codebooks"] == {"0": [2.0, 2.0], "1": [3.0, 3.0]}
+    assert series["memory"] == {"process": [1.5, 1.5]} and series["padding"] == {"padding": [10.0, 10.0]}
+    assert {"lr", "grad_norm", "speed", "time", "eval-text_gap"} <= set(series)
 
 
-def test_terms_baselines_noisy_input_and_ceilings_are_drawn(run):
+def test_terms_baselines_noisy_input_and_ceilings_are_drawn():
     records = [STEP | {"step": 1, "loss_ri": 0.5, "loss_gan": 0.25, "loss_d": 0.125}]
     records += [
         {"event": "baselines", "step": 0, "unigram": 4.0},
         {"event": "ceiling", "step": 0, "of": "original", "pesq": 4.5},
+        EVAL | {"step": 1, "pesq": 2.0, "noisy_pesq": 1.25},
     ]
-    records += [EVAL | {"step": 1, "pesq": 2.0, "noisy_pesq": 1.25, "share_ri": 0.75}]
-    charts = page_of(run(records)).charts
-    assert [part["name"] for part in charts["training-loss_"]["series"]] == ["ri", "gan"]  # D's loss is not a term
-    assert charts["loss_d"]["series"][0]["y"] == [0.125]
-    assert ["unigram model", 4.0] in [[part["name"], part["y"][0]] for part in charts["loss"]["series"]]
-    levels = {part["name"]: part["y"][0] for part in charts["eval-pesq"]["series"]}
-    assert levels == {"model": 2.0, "noisy input": 1.25, "recordings": 4.5} and "eval-noisy_pesq" not in charts
+    series = series_of(records)
+    assert series["terms"] == {"ri": [0.5], "gan": [0.25]} and series["gan"] == {"loss": [0.125]}
+    assert series["loss"]["unigram model"] == [4.0, 4.0]
+    assert series["eval-pesq"] == {"model": [2.0], "noisy input": [1.25, 1.25], "recordings": [4.5, 4.5]}
 
 
-def test_all_evaluations_are_listed_with_the_change_since_the_base(run):
-    evals = [EVAL | {"step": 0, "loss": 3.0}, EVAL | {"step": 5, "loss": 2.25, "stop_rate": 1.0}]
-    words = page_of(run(evals)).sections["evaluations"]
-    assert "last - base" in words and "-0.75" in words and "loss_channel_0" not in words
-    assert "last - base" not in page_of(run(evals[1:])).words
+def test_the_page_of_a_long_run_stays_small_and_keeps_its_extremes():
+    """20,000 steps of 18 codebooks."""
+    many = {f"loss_channel_{k}": 1.2345678 for k in range(18)}
+    records = [STEP | many | {"step": step, "loss": 3.0 + 0.001 * (step % 7)} for step in range(1, 20_001)]
+    records[11_234]["loss"], records[14_000]["loss"], records[100]["loss"] = 99.0, -1.0, float("nan")
+    curve = drawn(charts_of(records), live=True)["data"]["curve-0"]
+    assert max(curve["y"]) == 99.0 and min(curve["y"]) == -1.0 and max(curve["smooth"]) < 10
+    assert curve["x"][curve["y"].index(99.0)] == 11_235 and curve["x"] == sorted(curve["x"])
+    assert len(json.dumps(drawn(charts_of(records), live=False))) < 5_000_000
 
 
-def test_scores_of_the_samples_are_part_of_their_evaluation(run):
-    records = [EVAL | {"step": 0}, {"event": "scores", "step": 0, "wer": 0.5}]
-    records += [EVAL | {"step": 4}, {"event": "scores", "step": 4, "wer": 0.25}]
-    page = page_of(run(records, config={"best_by": "wer"}))
-    assert page.charts["eval-wer"]["series"][0]["y"] == [0.5, 0.25]
-    assert page.sections["headline"].split()[:3] == ["word", "error", "rate"]  # what the run is judged by comes first
+def test_the_moving_average_follows_the_curve():
+    records = [STEP | {"step": step, "loss": float(step % 2)} for step in range(1, 301)]
+    curve = drawn(charts_of(records), live=True)["data"]["curve-0"]
+    assert curve["smooth"][0] == pytest.approx(0.5, abs=0.1) and len(curve["smooth"]) == 300
+    assert curve["smooth"][100:200] == pytest.approx([0.5] * 100, abs=0.05)
 
 
 def test_text_from_data_is_escaped_everywhere(run):
     records = [
         {"event": "skip", "step": 1, "ids": [EVIL]},
         EVAL | {"step": 1, EVIL: 1.0},
-        STEP | {"step": 1, EVIL: 1.0},
-    ]
-    records += [
+        STEP | {"step": 1, f"loss_{EVIL}": 1.0},
         {"event": "alarm", "step": 1, "message": EVIL},
         {"event": "ceiling", "step": 0, "of": EVIL, "loss": 1.0},
     ]
     folder = run(records, config={"data": EVIL, "model": EVIL}, git_commit=EVIL, command=[EVIL])
     add_sample(folder, "recorded", "clip-0000", text=EVIL, speaker=EVIL)
-    page = page_of(folder)
-    clean = page_of(run(records[:0], name="plain"))
+    page, clean = page_of(folder), page_of(run([], name="plain"))
     assert len(page.scripts) == len(clean.scripts) == 3 and page.scripts[1:] == clean.scripts[1:]
     assert page.words.count(EVIL) >= 8 and "my <run>" in page.words and "run" not in page.tags
-    assert any(EVIL.replace("_", " ") in chart["title"] for chart in page.charts.values())
-    compared = Page(comparison_page([folder, run(records, name=EVIL.replace("/", ""), config={"data": "b"})]))
-    assert compared.scripts[1:] == clean.scripts[1:] and EVIL in compared.words
+    assert EVIL[:40] in json.dumps(json.loads(page.scripts[0]), ensure_ascii=False).replace('\\"', '"')
+    other = Page(comparison_page([folder, run(records, name=EVIL.replace("/", ""), config={"data": "b"})]))
+    assert other.scripts[1:] == clean.scripts[1:] and EVIL in other.words
 
 
 def test_the_page_needs_nothing_from_outside_and_runs_only_its_own_scripts(run):
@@ -201,44 +208,21 @@ def test_the_page_needs_nothing_from_outside_and_runs_only_its_own_scripts(run):
     assert re.findall(r"sha256-([^']+)'", page.policy) == hashes
 
 
-def test_the_page_of_a_long_run_stays_small_and_keeps_its_extremes(run):
-    """20,000 steps of 18 codebooks."""
-    many = {f"loss_channel_{k}": 1.2345678 for k in range(18)} | {f"grad_norm_{k}": 0.1234567 for k in range(8)}
-    records = [STEP | many | {"step": step, "loss": 3.0 + 0.001 * (step % 7)} for step in range(1, 20_001)]
-    records[11_234]["loss"], records[14_000]["loss"], records[100]["loss"] = 99.0, -1.0, float("nan")
-    charts = thinned(charts_of(records))
-    series = charts[0]["series"][0]
-    assert max(series["y"]) == 99.0 and min(series["y"]) == -1.0
-    assert series["x"][series["y"].index(99.0)] == 11_235 and series["x"] == sorted(series["x"])
-    page = report.render(charts, False, **empty_page())
-    assert 1_000_000 < len(page) < 5_000_000
-
-
-def empty_page() -> dict:
-    values = dict.fromkeys(("tiles", "data", "skipped", "cards", "figures", "warnings", "earlier_warnings"), [])
-    facts = {"recipe": "r", "model": "", "name": "n", "status": {"kind": "done", "word": "", "parts": []}}
-    values |= {"title": "t", "runs": [facts], "table": None, "comparison": None, "cards_left_out": 0, "config": ""}
-    return values | {"repeat": {"command": "", "rows": []}}
-
-
 def test_values_that_are_not_finite_and_a_line_cut_by_a_kill_do_not_stop_it(run):
     folder = run([STEP | {"step": 1, "loss": float("nan")}, EVAL | {"step": 1, "loss": float("inf")}])
     with open(folder / "metrics.jsonl", "a") as stream:
         stream.write('[]\n{"event": "eval"}\n{"step": 2, "lo')
     page = page_of(folder)
-    assert "inf" in page.sections["evaluations"] and "loss" not in page.charts
-    assert "The evaluation loss is not finite at step 1." in page.sections["warnings"]
-    assert "not finite" in page.sections["headline"]
+    assert "not finite at step 1" in page.sections["warnings"] and "not finite" in page.sections["results"]
 
 
 def test_the_end_of_a_run_says_what_it_gained(run, capsys):
     scores = [{"event": "scores", "step": step, "wer": wer} for step, wer in ((0, 0.8), (2, 0.125))]
     evals = [EVAL | {"step": 0, "loss": 3.0}, STEP | {"step": 1}, EVAL | {"step": 2}]
-    ceilings = [{"event": "ceiling", "step": 0, "of": "recorded", "wer": 0.05}]
+    ceilings = [{"event": "ceiling", "step": 0, "of": "original", "wer": 0.05}]
     folder = run([*evals, *scores, *ceilings, DONE])
     say_result(folder, "adapter")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ") for line in lines if line.startswith(" ")][0][-1] == "codec"
     table = {line[:16].strip(): line[16:].split() for line in lines[2:6]}
     assert table["word error rate"] == ["80.0", "%", "12.5", "%", "5.0", "%"]
     assert table["evaluation loss"] == ["3", "1.5"] and table["text gap"] == ["0.25", "0.25"]
@@ -247,18 +231,10 @@ def test_the_end_of_a_run_says_what_it_gained(run, capsys):
 
 
 def test_what_a_recipe_calls_never_fails_a_finished_run(run, capsys):
-    folder = run([STEP | {"step": 1}])  # no evaluation, no table
-    say_result(folder, "model")
-    assert "before" not in capsys.readouterr().out
+    folder = run([])
     (folder / "config.json").write_text("{")
     say_result(folder, "model")
     assert "warning: the report could not be written" in capsys.readouterr().out
-
-
-def test_an_environment_without_bokeh_says_what_is_missing(run, monkeypatch):
-    monkeypatch.setattr(report, "plot_library", lambda: "")
-    text = report_page(run([STEP | {"step": 1}]))
-    assert "pip install bokeh" in text and 'id="chart-data"' not in text and len(text) < 100_000
 
 
 # ---- warnings, skips, how to repeat it ---------------------------------------------------------------------------
@@ -266,33 +242,24 @@ def test_an_environment_without_bokeh_says_what_is_missing(run, monkeypatch):
 
 def test_the_state_of_a_run_is_said(run):
     done = page_of(run([STEP | {"step": 2}, DONE], config={"steps": 2}))
-    assert (
-        "finished" in done.sections["top"]
-        and "2 steps" in done.sections["top"]
-        and not done.sections["warnings"].strip()
-    )
+    assert "finished · 2 steps" in done.sections["top"] and not done.sections["warnings"]
     stopped = page_of(run([STEP | {"step": 2}, {"event": "preempted", "step": 2}], config={"steps": 8}))
     assert "2 of 8 steps" in stopped.sections["top"] and "stopped by a signal" in stopped.sections["warnings"]
-    resumed = [{"event": "preempted", "step": 2}, {"event": "resume", "step": 2}, STEP | {"step": 3}]
-    page = page_of(run(resumed))
-    assert "The run has not finished" in page.sections["warnings"] and "last record 20" in page.sections["top"]
-    assert "The run has not finished" not in report_page(run(resumed), live=True)  # someone watches it
+    resumed = run([{"event": "preempted", "step": 2}, {"event": "resume", "step": 2}, STEP | {"step": 3}])
+    assert "not finished" in page_of(resumed).sections["warnings"]
+    assert not Page(report_page(resumed, live=True)).sections["warnings"]  # someone watches it
 
 
-def test_warnings_come_first_and_old_alarms_are_folded_away(run):
+def test_warnings_come_first_and_old_alarms_are_notes(run):
     records = [EVAL | {"step": 0}, {"event": "alarm", "step": 0, "message": "alarm: too loud"}, STEP | {"step": 1}]
     records += [STEP | {"step": 2, "data_wait_s": 1.5, "padding": 0.6}, EVAL | {"step": 2, "loss": 1.75}]
     records += [{"event": "alarm", "step": 2, "message": "warning: too quiet"}]
     records += [{"event": "export_check", "step": 2, "passed": False}, DONE]
     page = page_of(run(records))
-    words = page.sections["warnings"]
-    # Five, and the one for browsers without JavaScript.
-    assert page.classes.count("warn") == 5 + 1 and words.index("too quiet") < words.index("too loud")
-    assert "1 warning at earlier evaluations" in words
-    for sentence in ("75 % of the time was spent waiting", "60 % of the computed positions are padding",
-                     "The evaluation loss is worse than it was at the start: 1.75, before training 1.5.",
-                     "outputs differ from the training engine's; it was moved to export-refused/"):  # fmt: skip
-        assert sentence in words, sentence
+    assert page.classes.count("warn") == 5
+    for words in ("too quiet", "75% of the time", "60% of the computed positions", "worse", "export-refused/"):
+        assert words in page.sections["warnings"], words
+    assert "too loud" in page.sections["details"]
 
 
 def test_what_was_skipped_is_listed_with_its_reason(run, tmp_path):
@@ -300,21 +267,19 @@ def test_what_was_skipped_is_listed_with_its_reason(run, tmp_path):
     rejects = [{"id": "a", "reason": "too short"}, {"id": "b", "reason": "silent"}, {"id": "c", "reason": "silent"}]
     (tmp_path / "tokens" / "rejects.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rejects))
     records = [{"event": "skip", "step": 3, "ids": [f"clip-{i}" for i in range(25)]}]
-    records += [{"event": "skip", "step": 7, "ids": ["x"], "grad_norm": 12.5}]
     records += [{"event": "pesq_missing", "step": 8, "ids": ["y"]}]
-    page = page_of(run(records, config={"data": str(tmp_path / "tokens"), "max_spike": 5.0}))
-    words = page.sections["skipped"]
-    assert "clip-19 and 5 more" in words and "clip-20" not in words and "not finite" in words
-    assert "the gradient norm 12.5 was over 5.0 times its median (--max-spike)" in words and "no PESQ value" in words
-    assert words.index("2 clips, when the data was prepared") < words.index("1 clip, when the data was prepared")
-    assert "2 steps were skipped" in page.sections["warnings"]
+    page = page_of(run(records, config={"data": str(tmp_path / "tokens")}))
+    words = page.sections["details"]
+    assert "clip-19 and 5 more" in words and "clip-20" not in words and "no PESQ" in words
+    assert words.index("2 clips left out") < words.index("1 clip left out")
+    assert "1 step skipped" in page.sections["warnings"]
 
 
 def test_the_command_that_repeats_the_run_is_shown(run):
-    folder = run([STEP | {"step": 1}], ranks=4, git_commit="abc123", versions={"torch": "2"}, command=["x.py", "--a b"])
-    words = page_of(folder).sections["repeat"]
+    folder = run([STEP | {"step": 1}], ranks=4, git_commit="abc123", command=["x.py", "--a b"])
+    words = page_of(folder).sections["details"]
     assert f"./launch.sh dia_lora --ranks 4 --config '{folder}/config.json' --out NEW_FOLDER" in words
-    assert "abc123" in words and "torch 2" in words and "x.py '--a b'" in words
+    assert "abc123" in words and "x.py '--a b'" in words
 
 
 # ---- samples -----------------------------------------------------------------------------------------------------
@@ -329,12 +294,10 @@ def test_recording_base_and_tuned_stand_side_by_side_under_their_text(run):
     for stage in ("step-00000010", "reference", "step-00000000", "original", "recorded"):
         add_sample(folder, stage, "clip-0000", text="hello", duration_ratio=0.5, ended_by_eos=stage != "step-00000000")
     page = page_of(folder)
-    assert stages(page) == ["reference voice", "recording", "recording, through the codec", "base, before training",
+    assert stages(page) == ["reference voice", "recording", "recording via codec", "base, before training",
                             "tuned, step 10"]  # fmt: skip
     assert page.tags.count("audio") == 5 and page.sections["samples"].count("hello") == 1
-    assert (
-        page.words.count("does not stop: cut off at the limit") == 1 and "0.50 times the expected length" in page.words
-    )
+    assert page.words.count("does not stop") == 1 and "0.50 times the expected length" in page.words
     (folder / "samples" / "step-00000010" / "clip-0000.wav").unlink()
     assert "no sound" in page_of(folder).words
 
@@ -345,20 +308,19 @@ def test_noisy_enhanced_and_clean_stand_side_by_side(run):
         add_sample(folder, stage, "file-0000", text="p232", pesq=pesq)
     page = page_of(folder)
     assert stages(page) == ["noisy input", "tuned, step 4", "clean recording"]
-    assert "PESQ 2.5 (+1.25) · in brackets: against the noisy input" in page.words
-    assert "PESQ 1.25" in page.words and "4.64" not in page.words
+    assert "PESQ 2.5" in page.words and "PESQ 1.25" in page.words and "4.64" not in page.words
 
 
-def test_the_exported_step_is_the_tuned_one_and_few_others_are_on_the_page(run):
+def test_the_exported_step_is_the_tuned_one(run):
     folder = run([])
     (folder / "export").mkdir()
     (folder / "export" / "config.json").write_text(json.dumps({"checkpoint": {"step": 30}}))
-    for step in range(10, 101, 10):
+    for step in (10, 20, 40):
         add_sample(folder, f"step-{step:08d}", "clip-0000", text="hello")
     add_sample(folder, "broken", "clip-0000", text="another folder")
-    page = page_of(folder)
-    assert stages(page) == [f"tuned, step {step}" for step in (30, 10, 40, 70, 100)]
-    assert "5 more are in the run folder" in page.words
+    assert stages(page_of(folder)) == ["tuned, step 40"]
+    add_sample(folder, "step-00000030", "clip-0000", text="hello")
+    assert stages(page_of(folder)) == ["tuned, step 30"]
 
 
 def test_the_sound_on_the_page_is_the_sound_on_disk(run):
@@ -369,13 +331,11 @@ def test_the_sound_on_the_page_is_the_sound_on_disk(run):
     assert rate == 8000 and np.array_equal(heard, wave)
 
 
-def test_pictures_of_one_card_share_their_axes(run):
+def test_pictures_of_one_card_are_as_wide_as_their_sounds_are_long(run):
     folder = run([])
     add_sample(folder, "recorded", "clip-0000", text="hello", seconds=2.0)
     add_sample(folder, "step-00000004", "clip-0000", text="hello", seconds=0.5)
-    text = page_of(folder).text
-    assert re.findall(r'class="drawn" style="width:([\d.]+)%"', text) == ["100.0", "25.0"]
-    assert len(set(re.findall(r'<svg viewBox="0 -([\d.]+) 300', text))) == 1
+    assert re.findall(r'class="drawn" style="width:([\d.]+)%"', page_of(folder).text) == ["100.0", "25.0"]
 
 
 @pytest.mark.parametrize("content", [b"", b"RIFF-no sound"])
@@ -388,17 +348,13 @@ def test_a_sound_that_cannot_be_read_is_no_sound(run, content):
     assert "no sound" in page.sections["samples"] and "audio" not in page.tags
 
 
-def test_outline_and_spectrogram_show_the_sound():
+def test_a_spectrogram_shows_the_sound():
     from PIL import Image
 
     rate, seconds = 16000, np.arange(16000) / 16000
     wave = np.where(seconds < 0.5, 0.5, 0.1) * np.sin(2 * np.pi * 1000 * seconds)
-    points = [tuple(map(float, point.split())) for point in outline(wave)[1:-1].split(" L")]
-    assert [y for x, y in points if x == 100] == pytest.approx([-0.5, 0.5], abs=0.01)
-    assert [y for x, y in points if x == 250] == pytest.approx([-0.1, 0.1], abs=0.01)
     picture = np.asarray(Image.open(io.BytesIO(spectrogram(wave, rate))).convert("L"), dtype=float)
-    mel = 2595 * np.log10(1 + np.array([1000, 8000]) / 700)
-    expected = picture.shape[0] * (1 - mel[0] / mel[1])  # rows from the top
+    expected = picture.shape[0] * (1 - 1000 / 8000)  # rows from the top
     assert abs(picture[:, 75].argmax() - expected) <= 1.5 and abs(picture[:, 225].argmax() - expected) <= 1.5
     assert picture[:, 75].max() > picture[:, 225].max() and np.median(picture[:, 75]) < 0.2 * picture[:, 75].max()
     assert spectrogram(np.zeros(10), rate) and spectrogram(np.zeros(16000), rate)
@@ -408,28 +364,21 @@ def test_outline_and_spectrogram_show_the_sound():
 
 
 def test_several_runs_are_overlaid_and_their_numbers_compared(run):
-    one = run(
-        [STEP | {"step": 1}, EVAL | {"step": 1, "loss": 2.0, "text_gap": 0.5}, DONE],
-        "one",
-        config={"lr": 1e-4, "seed": 1, "out": "a"},
-    )
-    two = run(
-        [STEP | {"step": 1}, EVAL | {"step": 1, "loss": 1.0, "text_gap": 0.25}, DONE],
-        "two",
-        config={"lr": 3e-4, "seed": 1, "out": "b"},
-    )
-    for folder in (one, two):
+    first = [STEP | {"step": 1}, EVAL | {"step": 1, "loss": 2.0, "text_gap": 0.5}, DONE]
+    second = [STEP | {"step": 1}, EVAL | {"step": 1, "loss": 1.0, "text_gap": 0.25}, DONE]
+    one = run(first, "one", config={"lr": 1e-4, "seed": 1, "out": "a"})
+    two = run(second, "two", config={"lr": 3e-4, "seed": 1, "out": "b"})
+    for folder, seconds in ((one, 0.5), (two, 1.0)):
         add_sample(folder, "recorded", "clip-0000", text="hello")
-        add_sample(folder, "step-00000001", "clip-0000", text="hello", seconds=0.5 if folder == one else 1.0)
-    page = Page(comparison_page([one, two]))
-    assert [part["name"] for part in page.charts["loss"]["series"]] == [
+        add_sample(folder, "step-00000001", "clip-0000", text="hello", seconds=seconds)
+    charts = {chart.id: chart for chart in compared({"one": first, "two": second})}
+    assert [series.name for series in charts["loss"].series] == [
         "one: training", "one: evaluation", "two: training", "two: evaluation"]  # fmt: skip
-    assert [part["run"] for part in page.charts["lr"]["series"]] == [0, 1]
-    assert "training-loss_channel_" not in page.charts
-    assert re.findall(r'class="best"[^>]*>(.*?)<', page.text) == ["1", "0.5"]  # the lowest loss, the highest gap
-    differences = " ".join(page.sections["differences"].split())
-    assert "lr 0.0001 0.0003" in differences and "seed" not in differences and " out " not in differences
-    assert stages(page) == ["recording, through the codec", "one, step 1", "two, step 1"]
+    assert [series.run for series in charts["lr"].series] == [0, 1] and "codebooks" not in charts
+    page = Page(comparison_page([one, two]))
+    assert re.findall(r'class="best">(.*?)<', page.text) == ["1", "0.5"]  # the lowest loss, the highest gap
+    assert "Flags that differ lr 0.0001 0.0003 Curves" in page.sections["results"]  # neither seed nor out
+    assert stages(page) == ["recording via codec", "one: tuned, step 1", "two: tuned, step 1"]
     assert re.findall(r'class="drawn" style="width:([\d.]+)%"', page.text) == ["50.0", "50.0", "100.0"]
 
 
@@ -441,8 +390,8 @@ def test_runs_of_different_recipes_are_compared_without_a_winner(run):
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
-    assert report.labels_of([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]) == [
-        str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run"), "c"]  # fmt: skip
+    same = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    assert report.labels_of(same) == list(map(str, same)) and report.labels_of(same[:1]) == ["run"]
 
 
 # ---- words -------------------------------------------------------------------------------------------------------
@@ -450,10 +399,10 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 
 def test_numbers_and_facts_in_words():
     assert [number(value) for value in (1.23456, 12345.6, 0.00012345, 0.0, float("nan"))] == [
-        "1.235", "12346", "0.000123", "0", "not finite"]  # fmt: skip
+        "1.235", "12,346", "0.000123", "0", "not finite"]  # fmt: skip
     assert number(0.1234, "%") == "12.3 %" and number(2.0, "dB", sign=True) == "+2 dB"
     assert [duration(value) for value in (4.21, 600, 7260)] == ["4.2 s", "10 min", "2 h 1 min"]
     facts = {"name": "a", "seconds": 1.5, "repeats": 0.25, "silent": 0.5, "longest_silence": 0.4, "clipped": 0.0}
     assert facts_in_words(facts | {"wer": 0.125, "odd_fact": 2}) == [
-        "1.50 s long", "25 % of its frames repeat the previous one", "50 % silence, up to 0.4 s at once", "no clipping",
-        "word error rate 12.5 %", "odd fact 2"]  # fmt: skip
+        "1.50 s long", "25% of its frames repeat the previous one", "50% silence", "word error rate 12.5 %",
+        "odd fact 2"]  # fmt: skip

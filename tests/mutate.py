@@ -529,12 +529,14 @@ add("report-script", "finetune/common/report.py", '.replace("<", "\\\\u003c")', 
 add("report-direction", "finetune/common/report.py", '(difference < 0) == (measure.better == "low")',
     '(difference < 0) == (measure.better == "high")', "the report calls a worse run better",
     REPORT + "test_results_are_those_of_the_export_and_their_change")
-add("report-base", "finetune/common/report_samples.py", '"step-00000000", *tuned', '"step-00000001", *tuned', "the samples of the untrained base are not shown",
+add("report-base", "finetune/common/report_samples.py", '"step-00000000", *tuned', '"step-00000001", *tuned',
+    "the samples of the untrained base are not shown",
     REPORT + "test_recording_base_and_tuned_stand_side_by_side_under_their_text")
 add("watch-host", "finetune/infer/watch.py", 'if name not in ("127.0.0.1", "localhost"):', "if False:",
     "another web site can read the report of a private run",
     "test_report_watch.py::test_only_this_machine_and_only_the_page")
-add("report-thinned", "finetune/common/report_charts.py", "(np.argmin, np.argmax)", "(np.argmin, np.argmin)", "the curves of a long run lose their spikes",
+add("report-thinned", "finetune/common/report_charts.py", "(np.argmin, np.argmax)", "(np.argmin, np.argmin)",
+    "the curves of a long run lose their spikes",
     REPORT + "test_the_page_of_a_long_run_stays_small_and_keeps_its_extremes")
 INSPECT = "recipes/test_inspect.py::"
 add("inspect-base", "finetune/infer/inspect_clip.py", "    set_peft_model_state_dict(model, weights)", "    pass",

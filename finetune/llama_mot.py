@@ -187,8 +187,7 @@ def build_model(config: Config, ds: dict) -> MoTLlama:
         raise UserError(f"--quantize {config.quantize} needs ZeRO-2: a quantised Llama cannot be sharded.")
     if config.samples and config.guidance != 1 and not config.text_dropout:
         raise UserError("--guidance needs music trained without a caption: set --text-dropout above 0 or --guidance 1.")
-    if config.deepspeed:
-        engine.build_sharded(ds)
+    engine.build_sharded(ds)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     quantization = lora.quantization_config(config.quantize, dtype, keep=["lm_head"])
     llama = load_llama(config.model, dtype, attention.choose_attention(config.attn, config.precision), quantization)

@@ -26,12 +26,11 @@ def check_version() -> None:
 
 
 def masters(engine) -> list[torch.Tensor]:
-    """This rank's shard of the fp32 master weights, one flat tensor per parameter group; in ZeRO-0 all weights."""
+    """This rank's shard of the fp32 master weights, one flat tensor per parameter group; in ZeRO-0 all weights. They
+    are the keys of the optimizer's state."""
     if engine.zero_optimization_stage() == 3:
-        shards = engine.optimizer.fp32_partitioned_groups_flat
-    else:
-        shards = [shard for group in engine.optimizer.param_groups for shard in group["params"]]
-    return [shard.data for shard in shards]
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
+    return [shard for group in engine.optimizer.param_groups for shard in group["params"]]
 
 
 def masters_changed(engine) -> None:
@@ -54,8 +53,9 @@ class Ema:
         self.engine, self.decay = engine, decay
         if decay:
             check_version()
-        self.shadow = [t.clone() for t in masters(engine)] if decay else []
+        self.shadow = [t.detach().clone() for t in masters(engine)] if decay else []
 
+    @torch.no_grad()
     def update(self, step: int) -> None:
         if self.decay:
             # Early on, average over the few steps there are instead of holding on to the initial weights.
@@ -73,6 +73,7 @@ class Ema:
             if self.decay:
                 self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
         for shadow, master in zip(self.shadow, masters(self.engine), strict=True):
             kept = master.clone()

@@ -16,12 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from deepspeed.utils import (
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
 from common.ema import masters, masters_changed
 from common.engine import trainable
@@ -77,40 +72,43 @@ def _with_ema_as_masters(checkpoint: Path, shards: Path, out: Path) -> None:
         torch.save(state, out / file.name)
 
 
+@torch.no_grad()
 def load(folder: Path, engine, averaged: list[torch.Tensor]) -> None:
-    """Loads this rank's shard of what `convert` wrote. `averaged`: the tensors of its EMA, none without one."""
+    """Loads this rank's shard of what `convert` wrote. `averaged`: the tensors of its EMA, none without one.
+
+    Moments and averages are split like the master weights: each is put in their place, and copied from there.
+    """
     if averaged:
-        _fill(engine, folder / "ema", "fp32")
+        _fill_masters(engine, folder / "ema", "fp32")
         for shadow, master in zip(averaged, masters(engine), strict=True):
             shadow.copy_(master)
-    for key in ("fp32", *MOMENTS):
-        _fill(engine, folder / "weights", key)
     step = _steps_taken(folder / "weights" / "zero")
-    for state in engine.optimizer.state.values():
-        # DeepSpeed's Adam on the CPU counts its steps in an int, fused AdamW in a tensor next to its parameter.
-        state["step"] = torch.full_like(state["step"], step) if torch.is_tensor(state["step"]) else step
+    for key in MOMENTS:
+        _fill_masters(engine, folder / "weights", key)
+        for master in masters(engine):
+            engine.optimizer.state[master][key] = master.detach().clone()
+    for master in masters(engine):
+        # Fused AdamW needs its step counter on the device of the parameter; DeepSpeed's on the CPU counts in an int.
+        steps = step if engine.zero_offload_optimizer() else torch.tensor(float(step), device=master.device)
+        engine.optimizer.state[master]["step"] = steps
+    _fill_masters(engine, folder / "weights", "fp32")
     masters_changed(engine)
 
 
-def _fill(engine, folder: Path, key: str) -> None:
-    """Sets the master weights ("fp32") or one of their moments from the files of a universal checkpoint."""
+def _fill_masters(engine, folder: Path, key: str) -> None:
+    """Sets this rank's master weights to the values that a universal checkpoint has under this key."""
     for name, parameter in trainable(engine.module).items():
         # Mapped, not read: only the part that this rank holds comes from the disk.
         value = torch.load(folder / "zero" / name / f"{key}.pt", weights_only=True, mmap=True)
         value = (value["param"] if isinstance(value, dict) else value).flatten()
         if engine.zero_optimization_stage() == 3:
-            # Every parameter is cut into equal parts, one per rank; the last is filled up with zeros.
+            # Every parameter is cut into equal parts, one per rank; the last is filled up with zeros. DeepSpeed's call
+            # for whole values (0.19.8) cannot take one whose size is not a multiple of the number of ranks.
             size = math.ceil(parameter.ds_numel / engine.dp_world_size)
             value = value[engine.global_rank * size :][:size]
-            value = torch.nn.functional.pad(value, (0, size - len(value)))
-            if key == "fp32":
-                safe_set_local_fp32_param(parameter, value)
-            else:
-                safe_set_local_optimizer_state(parameter, value, key)
-        elif key == "fp32":
-            safe_set_full_fp32_param(parameter, value)
+            safe_set_local_fp32_param(parameter, torch.nn.functional.pad(value, (0, size - len(value))))
         else:
-            safe_set_full_optimizer_state(parameter, value, key)
+            safe_set_full_fp32_param(parameter, value)
 
 
 def load_buffers(shards: Path, engine) -> None:

@@ -43,7 +43,7 @@ def test_a_rank_maps_the_files_and_copies_its_part(universal, monkeypatch, rank,
 
     loaded = torch.load
     monkeypatch.setattr(torch, "load", load)
-    reshard._fill(engine, folder, "fp32")
+    reshard._fill_masters(engine, folder, "fp32")
     expected = []
     for value in values.values():
         size = math.ceil(value.numel() / world)

@@ -323,7 +323,7 @@ def test_a_dry_run_foretells_its_memory(tmp_path):
     words = ["--dry-run", "--ds", "ds_configs/zero3.json", "--out", tmp_path / "run"]
     codes, outputs = support.run_recipe(*words, recipe="dia_full")
     assert codes == [0, 0], outputs[0][-3000:]
-    predicted, measured = re.search(r"predicted (\S+) GB, measured peak (\S+) GB", outputs[0]).groups()
+    predicted, measured = re.search(r"predicted (\S+) GB, peak memory (\S+) GB", outputs[0]).groups()
     assert abs(float(measured) / float(predicted) - 1) < 0.1
     assert not (tmp_path / "run").exists()
 

@@ -308,7 +308,7 @@ def test_samples_are_spoken_decoded_and_reported(trained, demo):
 def test_dry_run_prints_the_plan_and_writes_nothing(trained, capsys):
     _, run = trained(dry_run=True)
     printed = capsys.readouterr().out
-    for part in ("parameters", "trained", "padding", "ZeRO-2 on 1 ranks", "longest micro-batch", "measured peak"):
+    for part in ("parameters", "trained", "padding", "ZeRO-2 on 1 ranks", "longest micro-batch", "peak memory"):
         assert part in printed
     assert not run.exists()
 

@@ -133,7 +133,7 @@ def test_silence_is_finite_and_so_are_its_gradients():
 def test_silence_teaches_the_generator_nothing_and_leaves_its_neighbours_gradient_in_bounds(pair):
     torch.manual_seed(0)
     model, judge = TSCNet(8, dropout=0.0), Discriminator(4)
-    gan_ramp = watch.GanRamp(False, 0.8, 0.6, 1)
+    gan_ramp = watch.GanRamp(False)
     noisy, clean = (side[:1, :8000] for side in pair)
     silence = torch.zeros(1, 8000)
 

@@ -55,6 +55,6 @@ def compute(recipe, config, ds: dict, batch: dict, process: Process) -> tuple:
     """The recipe's loss of the crop, and its terms (1,) without weights."""
     generator, discriminator = (network.to(process.device) for network in recipe.build_model(config, ds))
     with evaluating(generator), evaluating(discriminator):
-        ramp = GanRamp(used=False, opens=0, closes=0, ramp=1)
+        ramp = GanRamp(used=False)
         output = recipe.compute_loss(generator, to_device(batch, process.device), discriminator, config, ramp)
-        return output, recipe.chosen_terms(config)(output.extra, discriminator)
+        return output, recipe.loss_terms(output.extra, discriminator)

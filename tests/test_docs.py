@@ -39,15 +39,15 @@ STANDS_IN = {
     ".venv/": "$AUDIO_FINETUNE_ENV/",
 }
 SPEECH = "--precision fp32 --steps 2 --micro-tokens 600 --samples 0 --eval-every 2 --save-every 2"
-PAIRS = "--steps 2 --seconds 0.5 --micro-batch 1 --eval-files 1 --eval-every 2 --save-every 2 --samples 0"
+PAIRS = "--steps 2 --seconds 0.5 --micro-batch 1 --eval-every 2 --save-every 2 --samples 0"
 SHORT = {
     "dia_lora": SPEECH,
     "dia_full": SPEECH,
     "higgs_clone": f"{SPEECH} --max-start-loss 0",  # the demo's base is untrained
     "llama_mot": SPEECH,
-    "cmgan": f"{PAIRS} --channels 4 --disc-channels 2 --probe 8 --warmup 1",
-    "diffusion_buffer": "--steps 2 --width 8 --frames 16 --buffer 6 --micro-batch 1 --eval-files 1 --eval-every 2 "
-    "--save-every 2 --samples 0 --precision fp32",
+    "cmgan": f"{PAIRS} --channels 4 --warmup 1",
+    "diffusion_buffer": "--steps 2 --spec demo --micro-batch 1 --eval-every 2 --save-every 2 --samples 0 "
+    "--precision fp32",
     "speak": "--seconds 1",
     "infer": "--seconds 1",
     "generate": "--seconds 1",
@@ -171,6 +171,7 @@ def place(tmp_path_factory, demo, higgs_demo, demo_mot, pairs):
     official = {f"dnn.{name}": value for name, value in NCSNpp(8).state_dict().items()}
     arguments = {"sde": "bbed", "num_frames": 16, "diff_buffer_length_inference": 8, "loss_type": "onestep"}
     torch.save({"state_dict": official, "hyper_parameters": arguments}, place / "official.ckpt")
+    (place / "stream.json").write_text('{"reverse_start": 0.8}')
     return place
 
 

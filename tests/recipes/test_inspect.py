@@ -367,7 +367,7 @@ def test_cmgan_shows_the_crop_and_the_terms_of_the_paper(pairs, tmp_path):
 
     torch.manual_seed(3)
     generator, discriminator = TSCNet(8).eval(), Discriminator(4).eval()
-    flags = {"data": str(pairs), "seconds": 0.5, "seed": 5, "w_time": 0.3}
+    flags = {"data": str(pairs), "seconds": 0.5, "seed": 5, "w_gan": 0.07}
     write_export(tmp_path / "export", generator.state_dict(), discriminator.state_dict(),
                  {"recipe": "cmgan", "training_config": flags})  # fmt: skip
     found = inspect("--model", tmp_path / "export", "--clip", "ben_002", "--epoch", 3)
@@ -398,7 +398,7 @@ def test_cmgan_shows_the_crop_and_the_terms_of_the_paper(pairs, tmp_path):
         "time": (wave - clean_n).abs().mean(),
         "gan": ((judged - 1) ** 2).mean(),
     }
-    weights = {"ri": 0.1, "mag": 0.9, "time": 0.3, "gan": 0.05}
+    weights = {"ri": 0.1, "mag": 0.9, "time": 0.2, "gan": 0.07}
     loss = found["Loss"]
     assert column(loss, "term") == list(terms)
     assert [float(value) for value in column(loss, "value")] == pytest.approx(

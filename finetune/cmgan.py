@@ -378,8 +378,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
                     output = g_engine(batch)
                     # Other processes compute PESQ during the backward pass and the optimizer step.
                     waiting.append(labels.submit(output.extra, batch["ids"]))
-                    last_one = i + 1 == config.accumulation
-                    engine.backward(g_engine, output.loss_sum, step_weight, process.world, last_one)
+                    last_of_step = i + 1 == config.accumulation
+                    engine.backward(g_engine, output.loss_sum, step_weight, process.world, last_of_step)
                 meter.add(batch, output)
                 statistics.append(batch_norm_statistics(generator))
                 redraws += batch["redraws"]

@@ -309,8 +309,8 @@ def train(config: Config, process: Process, ds: dict, scorer: Scorer):
                 batch = next(batches)
             with naming_micro_batch(config):
                 output = ds_engine(batch)
-                last_one = i + 1 == config.accumulation
-                engine.backward(ds_engine, output.loss_sum, step_weight, process.world, last_one)
+                last_of_step = i + 1 == config.accumulation
+                engine.backward(ds_engine, output.loss_sum, step_weight, process.world, last_of_step)
             meter.add(batch, output)
             extras.append(output.extra)
             sigmas.append(batch["sigma"])

@@ -69,6 +69,8 @@ def parse_args():
 def convert_onnx(args) -> None:
     """The network of an enhancer as an ONNX file."""
     if find_recipe(args.model, args.recipe, ENHANCERS) == "cmgan":
+        if args.spec:
+            raise UserError("--spec is for the Diffusion Buffer, and this is a cmgan model.")
         from models.cmgan.onnx_export import write_onnx
         from models.cmgan.weights import load_networks
 

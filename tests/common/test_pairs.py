@@ -32,12 +32,6 @@ def test_pairs_come_back_as_written_and_uncopied(data):
     assert not pairs.clean(0).flags.owndata
 
 
-def test_a_clip_is_found_by_its_whole_id(data):
-    assert data[0].rows_starting(["p2_001"]).tolist() == [2]
-    with pytest.raises(UserError, match="has no clip 'p2'; its first is 'p1_001'"):
-        data[0].rows_named("p2")
-
-
 def test_a_crop_depends_on_its_key_alone_and_both_sides_on_the_same_place(data):
     pairs, rows = data
     noisy, clean, redraws = pairs.crop(0, 16000, 3, 1, "p1_001")

@@ -26,7 +26,7 @@ SCRIPT = support.ROOT / "finetune" / "diffusion_buffer.py"
 SPEC = '{"width": 8, "frames": 16, "buffer": 6, "level": "track"}'
 JOB = (
     "--micro-batch 2 --accumulation 2 --steps 9 --lr 1e-3 --ema 0.9 --precision fp32 --hold-out dov "
-    "--eval-every 1 --save-every 3 --samples 0 --best-by lsd --schedule plateau"
+    "--eval-every 3 --save-every 3 --samples 0 --best-by lsd --schedule plateau"
 ).split()
 
 

@@ -65,7 +65,7 @@ def test_missing_packages_and_a_recipe_that_is_not_known_are_one_sentence(tmp_pa
     words = ["--model", str(tmp_path / "weights.pt"), "--onnx", "--out", str(tmp_path / "generator.onnx")]
     for more, sentence in (
         ([], "comes without a config.json: name its recipe with --recipe cmgan or diffusion_buffer"),
-        (["--recipe", "cmgan", "--buffer", "8"], "--buffer"),
+        (["--recipe", "cmgan", "--spec", "demo"], "--spec"),
     ):
         monkeypatch.setattr(sys, "argv", ["convert", *words, *more])
         with pytest.raises(UserError, match=sentence):

@@ -321,8 +321,6 @@ def notes_of(facts: dict) -> list[tuple[str, str]]:
         rows.append((f"step {record['step']:,} skipped: loss or gradient not finite", _listed(record.get("ids", []))))
     for record in events(facts, "pesq_missing"):
         rows.append((f"no PESQ for labels of step {record['step']:,}", _listed(record.get("ids", []))))
-    for record in events(facts, "amp_fallback"):
-        rows.append((f"loss finite only in fp32, used from step {record['step']:,} to {record.get('until')}", ""))
     rows += [("warning at an earlier evaluation", text) for text in alarms_of(facts)[1]]
     for reason, ids in _rejected(facts["flags"].get("data") or ""):
         rows.append((f"{plural(len(ids), 'clip')} left out when the data was prepared: {reason}", _listed(ids)))

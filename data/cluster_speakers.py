@@ -44,14 +44,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--threshold",
-        type=between(float, 0, 2),
+        type=between(float, 0, 2, above=True),
         default=0.4,
         help="largest cosine distance within a speaker (default: 0.4)",
     )
-    args = parser.parse_args(argv)
-    if not 0 < args.threshold < 2:
-        parser.error("--threshold must be between 0 and 2")
-    return args
+    return parser.parse_args(argv)
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--loudness",
-        type=float,
+        type=between(float, -70, 0),
         metavar="LUFS",
         help="give every clip this loudness (ITU-R BS.1770), such as -23; less where it would clip (default: as it is)",
     )
@@ -118,8 +118,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.stereo and args.codec != "dac":
         parser.error("--stereo works only with --codec dac")
-    if args.loudness is not None and not -70 < args.loudness < 0:
-        parser.error("--loudness must be between -70 and 0 LUFS")
     if args.min_seconds > args.max_seconds:
         parser.error(f"--min-seconds {args.min_seconds:g} is more than --max-seconds {args.max_seconds:g}")
     if args.shard and args.merge:
@@ -218,7 +216,7 @@ def encode_dataset(
     work = out.with_name(out.name + ".work")
     tag = f"{shard[0]}of{shard[1]}" if shard else "0"
     with (
-        store.clear_disk_errors(out),
+        store.name_full_disk(out),
         # Shards share the work folder with each other; any other run needs it for itself.
         store.locked(work / "lock", shared=shard is not None),
         store.locked(work / f"lock-{tag}") if shard else nullcontext(),

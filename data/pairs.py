@@ -144,7 +144,7 @@ def main() -> int:
         pairs = find_pairs(args.clean, args.noisy) if args.noisy else find_mixtures(args.clean, args.noise, args.seed)
     out = args.out.absolute()
     work = out.with_name(out.name + ".work")
-    with store.clear_disk_errors(out), store.locked(work / "lock"):
+    with store.name_full_disk(out), store.locked(work / "lock"):
         store.restore_interrupted_publish(out)
         info = store.read_dataset_json(out)
         if info and info.get("kind") != "pairs":

@@ -468,7 +468,7 @@ add("tokens-codec", FILE, "if self.info.get(name) != wanted:", "if False:", "cod
 add("holdout-rows", "finetune/common/holdout.py", "return rows[is_held_out != train]", "return rows",
     "what --eval-split holds out is trained on",
     "common/test_holdout.py::test_each_row_is_on_one_side_and_the_sides_have_their_sizes")
-add("holdout-sound", "finetune/common/holdout.py", "found = trained[first] == wanted", "found = first < 0",
+add("holdout-sound", "finetune/common/holdout.py", "    found = rows >= 0\n", "    found = rows < -1\n",
     "a copy of a training clip is evaluated on",
     "common/test_holdout.py::test_the_same_sound_under_another_id_is_found")
 add("codec-changed", "finetune/common/codec.py", "if digest and hash_weights(path) != digest:", "if False:",

@@ -4,7 +4,6 @@ A dataset is complete or absent: it is written to a work folder next to its fina
 dataset.json has a SHA-256 per Arrow file, because Arrow loads a file with a flipped bit or a missing end silently.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -117,7 +116,7 @@ def write_derived(out: Path, info: dict, data, settings: dict) -> None:
     datasets.load_from_disk gave, with its changes."""
     out = out.absolute()
     work = out.with_name(out.name + ".work")
-    with clear_disk_errors(out), locked(work / "lock"):
+    with name_full_disk(out), locked(work / "lock"):
         shutil.rmtree(work / "dataset", ignore_errors=True)
         data.save_to_disk(work / "dataset", max_shard_size=BYTES_PER_FILE)
         # Without these two, encode.py does not mistake it for its own output.
@@ -288,24 +287,10 @@ def locked(file: Path, waiting: str | None = None, shared: bool = False) -> Iter
 
 
 @contextmanager
-def clear_disk_errors(out: Path) -> Iterator[None]:
-    """Turn a full disk or missing permissions into a UserError."""
+def name_full_disk(out: Path) -> Iterator[None]:
+    """The error of a full disk names no file: here it gets the one of --out."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(nearest_folder(out)).free
-            raise UserError(
-                f"the disk with --out {out} is full ({free / 1e6:.1f} MB free): make room and run the same "
-                "command again; finished clips are kept"
-            ) from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise UserError(f"cannot write to --out {out}: {error.strerror} ({error.filename})") from None
+        error.filename = error.filename or str(out)
         raise
-
-
-def nearest_folder(path: Path) -> Path:
-    path = path.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path

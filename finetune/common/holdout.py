@@ -3,6 +3,8 @@
 import hashlib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from common import keyed_random
 from common.arrow import ArrowDataset, rows_named
@@ -32,8 +34,6 @@ def rows_to_use(tokens: TokenDataset, config, train: bool) -> np.ndarray:
 
 def split_names(tokens: TokenDataset, config):
     """For each row the name that decides on which side it is: clips of one name are never divided."""
-    import pyarrow.compute as pc
-
     ids, by = tokens.column("id"), config.eval_split_by
     names = None if by == "clip" else tokens.column(by)
     if names is None:
@@ -111,12 +111,9 @@ def same_sounds(
     """
     candidates = train_rows[np.isin(train.lengths[train_rows], held.lengths[held_rows])]
     trained, wanted = (sound_hashes(*of, process) for of in ((train, candidates), (held, held_rows)))
-    if not len(trained):
-        return np.zeros((0, 2), dtype=np.int64)
-    order = np.argsort(trained, kind="stable")
-    first = order[np.minimum(np.searchsorted(trained, wanted, sorter=order), len(order) - 1)]
-    found = trained[first] == wanted
-    return np.stack([held_rows[found], candidates[first[found]]], axis=1)
+    rows = rows_named(pa.array(wanted), pa.array(trained))
+    found = rows >= 0
+    return np.stack([held_rows[found], candidates[rows[found]]], axis=1)
 
 
 def sound_hashes(dataset: ArrowDataset, rows: np.ndarray, process: Process) -> np.ndarray:

@@ -127,7 +127,7 @@ def test_a_recording_that_is_gone_is_decoded(script, tokens, tmp_path, monkeypat
         (("--embedder", "/nowhere"), "--embedder /nowhere is neither a known name nor a local folder"),
         (("--embedder", "math:isnan"), "--embedder math:isnan failed on clip"),  # it takes no array
         (("--embedder", "numpy:zeros_like"), "--embedder numpy:zeros_like gives no usable embedding of clip"),
-        (("--embedder", "json:loads", "--threshold", 0), "--threshold must be between 0 and 2"),
+        (("--embedder", "json:loads", "--threshold", 0), "--threshold: 0 is out of range"),
     ],
 )
 def test_user_errors(script, tokens, tmp_path, flags, sentence):

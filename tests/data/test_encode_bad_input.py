@@ -155,7 +155,7 @@ def test_output_is_something_else(encode, clip, tmp_path):
 def test_unwritable_output(encode, clip, tmp_path):
     clip(tmp_path / "in/a.wav")
     (tmp_path / "file").write_text("")
-    refused(encode(out=tmp_path / "file/out"), "cannot write to --out")
+    refused(encode(out=tmp_path / "file/out"), "file/out", "Not a directory")
 
 
 def test_codec_weights_that_do_not_exist(script, clip, tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_full_disk_then_the_same_command(encode, clip, small_disk, tmp_path):
     for number in range(6):
         clip(tmp_path / f"in/{number}.wav", seconds=1.0, seed=number)
     (small_disk / "ballast").write_bytes(b"x" * 245_000)
-    refused(encode(out=small_disk / "out"), "is full", "make room")
+    refused(encode(out=small_disk / "out"), str(small_disk), "is full")
     assert not (small_disk / "out").exists()
     (small_disk / "ballast").unlink()
     assert encode(out=small_disk / "out")[0] == 0
@@ -194,7 +194,7 @@ def test_full_disk_then_the_same_command(encode, clip, small_disk, tmp_path):
 def test_read_only_disk(encode, clip, small_disk, tmp_path):
     clip(tmp_path / "in/a.wav")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    refused(encode(out=small_disk / "out"), "cannot write to --out", "Read-only")
+    refused(encode(out=small_disk / "out"), str(small_disk), "Read-only")
 
 
 def test_no_traceback_from_the_real_command(tmp_path):

@@ -20,8 +20,13 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
+from decode import decode_codes, write_wav
+
+from common.codec import hash_weights
 from common.errors import UserError, between, command_parser, run_command
+from lib import store
 from lib.clips import REFERENCES
+from lib.codec import find_weights, load_codec
 
 CONTROL = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")  # not tabs and line ends (become blanks) or NUL (dropped)
 MAX_NAMES = 5  # ids printed per line
@@ -46,8 +51,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    from lib import store
-
     args = parse_args()
     problems, seen = [], Seen()
     for folder in args.datasets:
@@ -67,8 +70,6 @@ def main() -> int:
 
 
 def damaged_files(folder: Path, info: dict) -> list[str]:
-    from lib import store
-
     problems = []
     for entry in info["files"]:
         file = folder / entry["name"]
@@ -86,8 +87,6 @@ def damaged_files(folder: Path, info: dict) -> list[str]:
 
 def check_tokens(folder: Path, info: dict, seen: "Seen") -> list[str]:
     """Print what is in a token dataset and return its problems; `seen` holds the clips of earlier datasets."""
-    from lib import store
-
     missing = {"codec", "sample_rate", "hop", "codebooks", "codebook_size", "channels", "rows"} - info.keys()
     columns = store.read_arrow(folder / info["files"][0]["name"])[0].schema.names
     missing |= {"id", "text", "codes", "frames"} - set(columns)
@@ -197,8 +196,6 @@ class Seen:
 
 def check_pairs(folder: Path, info: dict, seen: Seen) -> list[str]:
     """Print what is in a dataset of noisy/clean pairs and return its problems."""
-    from lib import store
-
     problems, notes = defaultdict(list), defaultdict(list)
     seconds, ids, clipped = [], Counter(), 0
     for row in store.read_rows(folder, info):
@@ -265,16 +262,9 @@ def check_folder(folder: Path) -> Path:
 
 def listen(folder: Path, info: dict, count: int, weights: str | None) -> None:
     """Write `count` evenly spaced clips as wav files."""
-    from decode import decode_codes, write_wav
-
-    from lib import store
-
     numbers = set(np.linspace(0, info["rows"] - 1, min(count, info["rows"])).round().astype(int).tolist())
     codec = None
     if info.get("kind") != "pairs":
-        from common.codec import hash_weights
-        from lib.codec import find_weights, load_codec
-
         if not (weights or info.get("weights")):
             raise UserError("--listen needs --codec-weights: dataset.json does not name the codec's weights")
         path = find_weights(weights) if weights else find_weights(info["weights"], info.get("weights_revision"))

@@ -23,7 +23,12 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
+import score
+from score import RATE
+
 from common.errors import UserError, between, command_parser, run_command
+from lib import store
+from lib.waveform import Reject, prepare, read_samples
 
 # Clustering takes memory for all pairs of clips, 0.8 GB for these. Of more clips, a part is clustered and the others
 # join the nearest cluster.
@@ -53,8 +58,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     from datasets import load_from_disk
-
-    from lib import store
 
     args = parse_args()
     info = store.open_dataset(args.tokens)
@@ -102,8 +105,6 @@ def load_embedder(name: str) -> Callable:
             return getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise UserError(f"--embedder {name} cannot be imported: {error}") from None
-    import score
-
     try:
         return score.load_embedder(name)
     except UserError as error:
@@ -112,11 +113,6 @@ def load_embedder(name: str) -> Callable:
 
 def listener(folder: Path, info: dict) -> Callable[[dict], np.ndarray]:
     """A function from a row of the dataset to its mono samples at 16 kHz."""
-    from score import RATE
-
-    from lib import store
-    from lib.waveform import Reject, prepare
-
     recordings = {sha256: Path(name) for name, _, sha256 in store.read_jsonl(folder / "sources.jsonl")}
     codec = None
 
@@ -139,8 +135,6 @@ def listener(folder: Path, info: dict) -> Callable[[dict], np.ndarray]:
 
 def recorded(row: dict, recordings: dict[str, Path]) -> tuple[np.ndarray, int] | None:
     """Samples and rate of the clip's own recording; None if it is gone, has changed, or was never audio."""
-    from lib.waveform import Reject, read_samples
-
     sha256, start, end = (row.get("source") or "::").rsplit(":", 2)
     file = recordings.get(sha256)
     data = file.read_bytes() if file and file.is_file() else b""

@@ -13,9 +13,14 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+import soundfile
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
 from common.errors import UserError, command_parser, run_command
+from lib.codec import find_weights, load_codec
+from lib.store import write_json
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -41,8 +46,6 @@ def main() -> None:
     arrays = {file: codes for file, codes in arrays.items() if len(codes)}
     if not arrays:
         return
-    from lib.codec import find_weights, load_codec
-
     write_sounds(arrays, load_codec(find_weights(args.codec_weights, args.codec_revision)))
 
 
@@ -63,8 +66,6 @@ def write_sounds(arrays: dict, codec) -> None:
 
 def read_codes(file: Path):
     """(T, C) integers; nothing is unpickled."""
-    import numpy as np
-
     try:
         codes = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -76,7 +77,6 @@ def read_codes(file: Path):
 
 def decode_codes(codec, codes, name: str):
     """(T, C) integers -> (1 or 2, n) float32 samples in -1..1."""
-    import numpy as np
     import torch
 
     if codes.shape[1] not in (codec.codebooks, 2 * codec.codebooks):
@@ -93,8 +93,6 @@ def decode_codes(codec, codes, name: str):
 
 
 def write_wav(file: Path, wave, rate: int) -> None:
-    import soundfile
-
     temporary = file.with_name(file.name + ".tmp")
     soundfile.write(temporary, wave.T, rate, subtype="PCM_16", format="WAV")
     temporary.rename(file)
@@ -105,12 +103,11 @@ def write_spectrogram(file: Path, wave, rate: int) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from numpy import mean, pad
 
-    mono = mean(wave, axis=0)
+    mono = wave.mean(axis=0)
     figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
     window = 1024
-    axes.specgram(pad(mono, (0, max(0, window - len(mono)))) + 1e-7, NFFT=window, Fs=rate, noverlap=window * 3 // 4)
+    axes.specgram(np.pad(mono, (0, max(0, window - len(mono)))) + 1e-7, NFFT=window, Fs=rate, noverlap=window * 3 // 4)
     axes.set(xlabel="seconds", ylabel="Hz", title=file.stem)
     temporary = file.with_name(file.name + ".tmp")
     figure.savefig(temporary, format="png", dpi=100)
@@ -120,10 +117,6 @@ def write_spectrogram(file: Path, wave, rate: int) -> None:
 
 def add_audio_facts(file: Path, wave, rate: int) -> None:
     """Add silence and clipping to the .json that training wrote next to the codes, if there is one."""
-    import numpy as np
-
-    from lib.store import write_json
-
     if not file.exists():
         return
     size = rate // 50  # 20 ms

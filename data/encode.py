@@ -23,10 +23,15 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from tqdm import tqdm
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
+from common.codec import hash_weights
 from common.errors import UserError, between, command_parser, run_command
+from lib import store
 from lib.clips import LABELS, REFERENCES, Clip, Options, Skipped
+from lib.codec import PUBLISHED, describe, find_weights, kind_of
 from lib.pool import Todo, run_workers
 from lib.resume import ClipResult, Finished, Job, clips_key, is_current, load_finished, save_part, unfinished
 from lib.sources import READERS, count_wanted, find_clips
@@ -209,8 +214,6 @@ def encode_dataset(
     `skipped`: what in the source is no clip; it is listed in skipped.jsonl. `synthetic`: no recordings, whose bandwidth
     says nothing.
     """
-    from lib import store
-
     job = replace(make_job(clips, codec, weights, revision, stereo, min_seconds, max_seconds), loudness=loudness)
     out = out.absolute()
     work = out.with_name(out.name + ".work")
@@ -265,9 +268,6 @@ def make_job(
     shortest: float,
     longest: float,
 ) -> Job:
-    from common.codec import hash_weights
-    from lib.codec import find_weights, kind_of
-
     if weights is None:
         if not all(clip.coded for clip in clips):
             raise UserError("--codec-weights is needed: a hub id or a local path")
@@ -289,8 +289,6 @@ def clips_of_shard(clips: list[Clip], index: int, count: int) -> list[Clip]:
 
 
 def refuse_other_codec(out: Path, job: Job) -> None:
-    from lib import store
-
     info = store.read_dataset_json(out)
     if info and (info.get("codec"), info.get("weights_sha256")) != (job.codec, job.weights_sha256):
         raise UserError(
@@ -317,8 +315,6 @@ def encode_missing(todo: Todo, job: Job, workers: int, work: Path, tag: str, fin
 
     Returns the highest frequency, by id, of those that hold far less than the codec can.
     """
-    from tqdm import tqdm
-
     if not todo:
         return {}
     results, audio_seconds, parts, narrow = [], 0.0, len(list(work.glob("part-*.arrow"))), {}
@@ -357,9 +353,6 @@ def write_tokens(
     wanted: int,
     skipped: Sequence[Skipped],
 ) -> None:
-    from lib import store
-    from lib.codec import PUBLISHED, describe
-
     reject_without_reference(clips, finished)
     kept = [clip for clip in clips if not finished.clips[clip.id].reject]
     if not kept:

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
 from common.errors import UserError, command_parser, run_command
+from lib.hub import fetch
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -30,8 +31,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    from lib.hub import fetch
-
     try:
         folder = fetch(args.name, args.revision or None)
     except UserError as error:

@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for co
 from pairs import keyed
 
 from common.errors import UserError, between, command_parser, run_command
+from lib import store
 from lib.clips import REFERENCES
 
 
@@ -40,8 +41,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     from datasets import load_from_disk
-
-    from lib import store
 
     args = parse_args()
     info = store.open_dataset(args.tokens)

@@ -28,10 +28,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
 from common.errors import UserError, between, command_parser, run_command
+from lib import store
 from lib.clips import AUDIO_SUFFIXES, walk
 from lib.hf import open_hf
 from lib.waveform import Reject, prepare, read_samples
@@ -130,8 +132,6 @@ def snr_range(text: str) -> tuple[float, float]:
 
 
 def main() -> int:
-    from lib import store
-
     args = parse_args()
     settings = Settings(args.sample_rate, args.snr, args.seed, args.min_seconds)
     if args.dn_lm:
@@ -329,10 +329,6 @@ def to_int16(*waves: np.ndarray) -> list[np.ndarray]:
 
 def write_pairs(pairs: list[Pair], settings: Settings, key: str, work: Path, out: Path, workers: int) -> int:
     """Make all pairs and write the dataset; returns the number of rejected pairs."""
-    from tqdm import tqdm
-
-    from lib import store
-
     rejects, lengths = [], []
 
     def rows() -> Iterator[dict]:

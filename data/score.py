@@ -24,10 +24,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
 from common.errors import UserError, command_parser, run_command
 from common.speech_metrics import load_dnsmos
+from lib.store import write_json
+from lib.waveform import Reject, prepare, read_samples
 
 RATE = 16000  # Hz, the rate of all supported models
 
@@ -80,9 +84,6 @@ def load_measures(args: argparse.Namespace) -> dict[str, Callable]:
 def main() -> None:
     args = parse_args()
     measures = load_measures(args)
-    from lib.store import write_json
-    from lib.waveform import Reject
-
     scores = {}
     for file in args.files:
         try:
@@ -116,8 +117,6 @@ def score(file: Path, references: list[Path], measures: dict[str, Callable]) -> 
 
 def read_mono(file: Path, target_rate: int = RATE):
     """Mono samples at 16 kHz or another rate."""
-    from lib.waveform import prepare, read_samples
-
     try:
         wave, rate = read_samples(file.read_bytes(), None, None)
     except OSError as error:
@@ -126,8 +125,6 @@ def read_mono(file: Path, target_rate: int = RATE):
 
 
 def cosine(a, b) -> float:
-    import numpy as np
-
     return float(np.dot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 

@@ -25,7 +25,9 @@ import score
 sys.path.append(str(Path(__file__).resolve().parents[1] / "finetune"))  # for common/
 
 from common.errors import UserError, command_parser, run_command
+from lib.codec import find_weights, load_codec
 from lib.embedding import agreement, frechet, load_embedder
+from lib.store import write_json
 
 POLL_SECONDS = 1.0
 # What a sample gets that is silent or cannot be decoded: leaving it out would make a silent model the best.
@@ -65,8 +67,6 @@ class Watcher:
     """The loaded codec and models, and what is left to do."""
 
     def __init__(self, args: argparse.Namespace):
-        from lib.codec import find_weights, load_codec
-
         self.args, self.samples, self.scores = args, args.run / "samples", args.run / "scores"
         self.measures = score.load_measures(args)
         self.embedder = load_embedder(args.embedder) if args.embedder else None
@@ -91,8 +91,6 @@ class Watcher:
 
     def work(self, folder: Path) -> None:
         """Decodes and scores one folder; scores/FOLDER.json appears whole."""
-        from lib.store import write_json
-
         if folder.name == "recorded" and (self.samples / "reference").is_dir():
             self.decode(self.samples / "reference")
         self.decode(folder)
@@ -119,8 +117,6 @@ class Watcher:
 
     def score(self, file: Path, embeddings: list) -> dict:
         """Scores of one sample, also added to the .json next to it. Its embeddings are appended to `embeddings`."""
-        from lib.store import write_json
-
         asked = {*self.measures, *(["caption"] if self.embedder and self.embedder.caption else [])}
         facts = read_facts(file.with_suffix(".json")) or {}
         try:

@@ -12,6 +12,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import soundfile
+from encode import encode_dataset
+
+from lib.sources import find_clips
 from lib.store import write_json, write_jsonl
 
 SEED = 20240613
@@ -61,10 +66,6 @@ def build_parts(folder: Path, final: Path) -> None:
 
 def encode_split(folder: Path, final: Path, split: str, codec: str) -> None:
     """Encode the clips in <folder>/audio/<split>.jsonl with data/encode.py, like a user's audio."""
-    from encode import encode_dataset
-
-    from lib.sources import find_clips
-
     tokens = folder / "tokens" / split
     clips = find_clips(folder / "audio" / f"{split}.jsonl", "jsonl")
     encode_dataset(clips, tokens, codec=codec, weights=str(folder / "codec"), synthetic=True)
@@ -79,8 +80,6 @@ def encode_split(folder: Path, final: Path, split: str, codec: str) -> None:
 
 
 def write_corpus(folder: Path) -> list[dict]:
-    import soundfile
-
     texts = demo_texts()
     items = []
     for split, count in CLIPS.items():
@@ -100,8 +99,6 @@ def write_corpus(folder: Path) -> list[dict]:
 
 def demo_texts() -> list[str]:
     """Distinct texts of 2 to 6 words, dialogues from 4 words on; eval has new texts made of the same words."""
-    import numpy as np
-
     rng = np.random.default_rng(SEED)
     texts = {}
     while len(texts) < sum(CLIPS.values()):
@@ -115,8 +112,6 @@ def demo_texts() -> list[str]:
 
 def speak(text: str, speaker: str, sound: Sound = DAC_SOUND, voices: dict = VOICES):
     """Samples in -1..1; each letter has its own spectrum, each voice its own pitch and formants."""
-    import numpy as np
-
     pieces, voice = [np.zeros(sound.before * sound.hop)], voices[speaker]
     for word in text.split():
         if word in ("[S1]", "[S2]"):
@@ -130,8 +125,6 @@ def speak(text: str, speaker: str, sound: Sound = DAC_SOUND, voices: dict = VOIC
 
 def letter_sound(letter: str, pitch: int, throat: float, sound: Sound):
     """The same period, exactly one codec frame long, repeated: while a letter sounds, its codes stay the same."""
-    import numpy as np
-
     hop = sound.hop
     frequency = np.arange(hop // 2 + 1) * sound.rate / hop
     if letter in HISSED:

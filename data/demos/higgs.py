@@ -11,6 +11,9 @@ demo-higgs/tokens/<split>        the corpus, encoded by data/encode.py
 import json
 from pathlib import Path
 
+import numpy as np
+import soundfile
+
 from demos.dia import SEED, WORDS, Sound, encode_split, speak
 from lib.store import write_jsonl
 
@@ -84,8 +87,6 @@ def build_parts(folder: Path, final: Path) -> None:
 
 def write_corpus(folder: Path) -> None:
     """The reference of each clip is the speaker's next clip in the same split."""
-    import soundfile
-
     texts = demo_texts()
     for split, count in CLIPS.items():
         (folder / split).mkdir(parents=True)
@@ -112,8 +113,6 @@ def write_corpus(folder: Path) -> None:
 
 def demo_texts() -> list[str]:
     """Distinct texts of 2 or 3 words; eval has new texts made of the same words."""
-    import numpy as np
-
     rng = np.random.default_rng(SEED)
     texts = {}
     while len(texts) < sum(CLIPS.values()):

@@ -15,7 +15,12 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
+import soundfile
+from encode import encode_dataset
+
 from demos.dia import SEED
+from lib.sources import find_clips
 from lib.store import write_json
 
 RATE, HOP = 32000, 640  # 20 ms per frame: whole periods of every multiple of 50 Hz
@@ -53,10 +58,6 @@ def build_parts(folder: Path, final: Path) -> None:
     save_musicgen(folder / "musicgen", codec)
     save_llama(folder / "llama", captions)
     print("  models saved", flush=True)
-    from encode import encode_dataset
-
-    from lib.sources import find_clips
-
     clips = find_clips(folder / "audio" / "musiccaps.csv", "musiccaps")
     encode_dataset(clips, folder / "tokens", codec="encodec", weights=str(folder / "codec"), synthetic=True)
     info = json.loads((folder / "tokens" / "dataset.json").read_text())
@@ -73,9 +74,6 @@ def write_corpus(folder: Path) -> list[str]:
     Of the 16 tunes (melody and tempo), each sound (instrument and register) has two that are only in the evaluation.
     Each tune is held out once: other instruments play it in this register, and this one in the other register.
     """
-    import numpy as np
-    import soundfile
-
     folder.mkdir()
     sounds, tunes = list(itertools.product(INSTRUMENTS, REGISTERS)), list(itertools.product(MELODIES, TEMPOS))
     held_out = [16 * sound + (2 * sound + 9 * pick) % 16 for sound in range(8) for pick in range(2)]
@@ -99,8 +97,6 @@ def write_corpus(folder: Path) -> list[str]:
 
 def play(instrument: str, melody: str, register: str, tempo: str):
     """Samples in -1..1."""
-    import numpy as np
-
     bases = [REGISTERS[register] + 2 * step for step in MELODIES[melody]]
     return np.concatenate([tone(INSTRUMENTS[instrument], base, TEMPOS[tempo]) for base in bases])
 
@@ -108,15 +104,11 @@ def play(instrument: str, melody: str, register: str, tempo: str):
 def tone(harmonics, base: int, frames: int):
     """A tone of `base` times 50 Hz that begins with a hiss. It lasts whole codec frames with whole periods in each, so
     the same tone always has the same codes. The fading hiss tells how long it has sounded."""
-    import numpy as np
-
     return np.tile(period(harmonics, base), frames) + np.outer(FADE ** np.arange(frames), hiss()).flatten()
 
 
 def period(harmonics, base: int):
     """One frame of a steady tone."""
-    import numpy as np
-
     time = np.arange(HOP) / RATE
     wave = sum(loud * np.sin(2 * np.pi * 50 * base * (n + 1) * time) for n, loud in enumerate(harmonics))
     return TONE * wave / np.sqrt((wave**2).mean())
@@ -124,8 +116,6 @@ def period(harmonics, base: int):
 
 def hiss():
     """One frame of noise, higher than all harmonics, as it sounds in the first frame of a tone."""
-    import numpy as np
-
     lines = np.arange(220, 260)  # multiples of 50 Hz
     phases = np.random.default_rng(SEED).uniform(0, 2 * np.pi, len(lines))
     wave = np.sin(2 * np.pi * 50 * lines * np.arange(HOP)[:, None] / RATE + phases).sum(1)
@@ -206,8 +196,6 @@ def save_codec(folder: Path):
 
 def all_waveforms():
     """One frame of every tone of every instrument, and of the hiss, (N, HOP)."""
-    import numpy as np
-
     bases = sorted({low + 2 * step for low in REGISTERS.values() for steps in MELODIES.values() for step in steps})
     return np.stack([*(period(sound, base) for base in bases for sound in INSTRUMENTS.values()), hiss()])
 

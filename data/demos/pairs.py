@@ -11,6 +11,10 @@ demo-pairs/strong                     much noise (0 to 10 dB), for the Diffusion
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import soundfile
+from pairs import Settings, find_mixtures, pairs_key, write_pairs
+
 from demos import dia
 
 CLIPS_PER_VOICE = {"ada": 16, "ben": 16, "cleo": 16, "dov": 8}
@@ -23,8 +27,6 @@ SNR_DB = {
 
 
 def build_parts(folder: Path, final: Path) -> None:
-    import soundfile
-
     texts = dia.demo_texts()
     clean_folder, noise_folder = folder / "audio" / "clean", folder / "audio" / "noise"
     clean_folder.mkdir(parents=True)
@@ -36,8 +38,6 @@ def build_parts(folder: Path, final: Path) -> None:
     for number, (name, slope) in enumerate((NOISES | NEW_NOISE).items()):
         path = (folder / "audio" if name in NEW_NOISE else noise_folder) / f"{name}.wav"
         soundfile.write(path, make_noise(slope, number), dia.RATE, subtype="PCM_16")
-
-    from pairs import Settings, find_mixtures, pairs_key, write_pairs
 
     mixtures = find_mixtures(clean_folder, noise_folder, dia.SEED)
     new = {"other": folder / "audio" / "rain.wav"}
@@ -51,8 +51,6 @@ def build_parts(folder: Path, final: Path) -> None:
 
 def make_noise(slope: float, number: int, seconds: float = 5.0):
     """Gaussian noise whose spectrum falls with frequency, swelling once per second."""
-    import numpy as np
-
     rng = np.random.default_rng([dia.SEED, number])
     count = int(seconds * dia.RATE)
     spectrum = np.fft.rfft(rng.standard_normal(count))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
+from lib.hub import fetch
 
 # model_type in config.json -> name in --codec and in dataset.json
 KINDS = {"dac": "dac", "encodec": "encodec", "musicgen": "encodec", "higgs_audio_v2_tokenizer": "higgs"}
@@ -49,8 +50,6 @@ def find_weights(weights: str, revision: str | None = None) -> Path:
     path = Path(weights).expanduser()
     if path.exists():
         return path
-    from lib.hub import fetch
-
     try:
         return fetch(weights, revision)
     except UserError as error:

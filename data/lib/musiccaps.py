@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import soundfile
+
 from common.errors import UserError
 from lib.clips import (
     AUDIO_SUFFIXES,
@@ -68,8 +70,6 @@ def musiccaps_clip(row: dict, file: Path, options: Options, where: str) -> Clip 
 
 def duration(file: Path) -> float | None:
     """Seconds, from the header; None if soundfile cannot read it."""
-    import soundfile
-
     try:
         return soundfile.info(file).duration
     except (soundfile.LibsndfileError, RuntimeError):

@@ -10,10 +10,14 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import numpy as np
+
 from common.errors import UserError
 from lib.clips import Clip
+from lib.codec import PUBLISHED, describe, load_codec
 from lib.resume import Job, source_key
 from lib.sources import content_stamp, read_content
+from lib.waveform import Reject, bandwidth, prepare, read_codes, read_samples, set_loudness
 
 NARROW = 0.4  # of the codec's highest frequency: sound that ends below it was recorded at a lower rate
 CLIPS_PER_TASK = 16  # clips handed to a worker at once: neighbours often share a recording
@@ -78,8 +82,6 @@ def encode_task(task: Todo) -> list[dict]:
 
 def encode_clip(clip: Clip, last_source: str | None) -> dict:
     """The result for one clip, as plain values that can be sent between processes."""
-    from lib.waveform import Reject
-
     result = {
         "id": clip.id,
         "recording": clip.recording,
@@ -115,11 +117,7 @@ def read_recording(clip: Clip) -> tuple[bytes, str]:
 def encode_content(clip: Clip, data: bytes, job: Job):
     """(T, C) int16 codes, the seconds of audio they stand for, and its bandwidth in Hz if that is far less than the
     codec can hold, else 0."""
-    from lib.waveform import bandwidth, prepare, read_codes, read_samples, set_loudness
-
     if clip.coded:
-        from lib.codec import PUBLISHED, describe
-
         format = describe(Path(job.path)) if job.path else PUBLISHED[job.codec]
         codes = read_codes(data, format["codebooks"], format["codebook_size"], job.stereo, clip.id)
         return codes, len(codes) * format["hop"] / format["sample_rate"], 0.0
@@ -139,8 +137,6 @@ def worker_codec():
     if STATE["codec"] is None:
         import torch
 
-        from lib.codec import load_codec
-
         if STATE["number"] is not None:
             torch.set_num_threads(1)  # one core per worker: more threads would only compete for the cores
         device = "cpu"
@@ -152,7 +148,6 @@ def worker_codec():
 
 def encode_samples(codec, samples, stereo: bool):
     """(T, C) int16 codes. With `stereo`, L and R side by side; a mono source gets L's codes twice."""
-    import numpy as np
     import torch
 
     codes = [codec.encode(channel) for channel in samples]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lib import store
 from lib.clips import Clip, Skipped
 from lib.sources import content_stamp
 
@@ -64,8 +65,6 @@ def source_key(clip: Clip, sha256: str) -> str:
 
 def load_finished(out: Path, work: Path, job: Job) -> Finished:
     """Clips that this job has finished, in the dataset at `out` and in the part files in `work`."""
-    from lib import store
-
     finished = Finished()
     info = store.read_dataset_json(out)
     if info and info.get("key") == job.key():
@@ -82,8 +81,6 @@ def load_finished(out: Path, work: Path, job: Job) -> Finished:
 
 
 def add_arrow(finished: Finished, file: Path) -> None:
-    from lib import store
-
     for batch in store.read_arrow(file):
         codes = batch.column("codes")
         rejects = [""] * len(batch)
@@ -95,8 +92,6 @@ def add_arrow(finished: Finished, file: Path) -> None:
 
 
 def add_recordings(finished: Finished, file: Path) -> None:
-    from lib import store
-
     for recording, stamp, sha256 in store.read_jsonl(file):
         finished.recordings[recording] = (stamp, sha256)
 
@@ -118,8 +113,6 @@ def unfinished(clips: list[Clip], finished: Finished) -> list[tuple[Clip, str | 
 
 def save_part(work: Path, name: str, results: list[dict], finished: Finished) -> None:
     """Write the workers' results to durable part files and add them to `finished`."""
-    from lib import store
-
     encoded = [result for result in results if not result["unchanged"]]
     if encoded:
         store.write_arrow(work / f"part-{name}.arrow", encoded, PART_COLUMNS)
@@ -135,8 +128,6 @@ def save_part(work: Path, name: str, results: list[dict], finished: Finished) ->
 
 def is_current(out: Path, clips: list[Clip], finished: Finished, job: Job, skipped: Sequence[Skipped]) -> bool:
     """Whether writing the dataset at `out` again would change nothing."""
-    from lib import store
-
     info = store.read_dataset_json(out)
     return bool(info) and info.get("key") == job.key() and info.get("clips") == clips_key(clips, finished, skipped)
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from common.errors import UserError
 from lib.chats import read_chatml, read_metadata_json, reference_clip, with_references
 from lib.clips import (
@@ -297,8 +299,6 @@ def lines_of(manifest: Path, stamp: str) -> list[str]:
 
 def npy_bytes(codes: object, frames_first: bool = False) -> bytes:
     """Codes as the bytes of an .npy file, in which codebooks come first."""
-    import numpy as np
-
     try:
         array = np.asarray(codes)
     except ValueError:

@@ -5,6 +5,7 @@ import math
 import struct
 
 import numpy as np
+import soundfile
 
 SILENCE_RMS = 1e-3  # -60 dBFS
 
@@ -15,8 +16,6 @@ class Reject(Exception):
 
 def read_samples(data: bytes, start: float | None, end: float | None) -> tuple[np.ndarray, int]:
     """(channels, n) float32 samples from `start` to `end` seconds, and the sample rate."""
-    import soundfile
-
     if not data:
         raise Reject("empty file")
     refuse_truncated_wav(data)

@@ -116,7 +116,11 @@ def _exported(facts: dict, path: str) -> dict:
     wrong = [f"{name} {facts.get(name)!r}" for name, value in FIXED.items() if facts.get(name) != value]
     if wrong:
         raise UserError(f"{path} has {', '.join(wrong)}, which this code does not support.")
-    return {name: facts[name] for name in SPEC_NAMES if name in facts}
+    settings = {"stream": "own"} | {name: facts[name] for name in SPEC_NAMES if name in facts}  # old exports have none
+    missing = set(SPEC_NAMES) - set(settings)
+    if missing:
+        raise UserError(f"{path} does not describe a Diffusion Buffer: it has no {min(missing)}.")
+    return settings
 
 
 class Ignored:

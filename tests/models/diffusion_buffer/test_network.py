@@ -527,3 +527,7 @@ def test_an_export_from_before_there_were_two_streams_has_the_own_one(tmp_path):
     del facts["stream"]
     (tmp_path / "export" / "config.json").write_text(json.dumps(facts))
     assert load_network(str(tmp_path))[1] == SMALL
+    del facts["sde_c"]
+    (tmp_path / "export" / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="sde_c"):
+        load_network(str(tmp_path))

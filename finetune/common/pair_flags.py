@@ -13,7 +13,14 @@ from common.errors import UserError
 
 @dataclass
 class PairConfig(RunConfig):
-    without: ClassVar[tuple[str, ...]] = ("micro_tokens", "optimizer", "fit", "eval_split", "eval_split_by")
+    without: ClassVar[tuple[str, ...]] = (
+        "micro_tokens",
+        "optimizer",
+        "fit",
+        "eval_split",
+        "eval_split_by",
+        "sample_every",
+    )
     model_needs_data: ClassVar[bool] = False  # --data alone trains from scratch
     needs_pesq: ClassVar[bool] = True
 
@@ -30,7 +37,7 @@ class PairConfig(RunConfig):
 
     micro_batch: int = flag(4, "crops per micro-batch on each rank", group="schedule", low=1)
     samples: int = flag(
-        4, "evaluation files to enhance each time samples are made; 0 = none", group="output", low=0, may_change=True
+        4, "evaluation files to enhance at every evaluation; 0 = none", group="output", low=0, may_change=True
     )
 
     seconds: float = flag(2.0, "length of a training crop in seconds", low=0.25)

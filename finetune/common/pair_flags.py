@@ -16,7 +16,6 @@ class PairConfig(RunConfig):
     without: ClassVar[tuple[str, ...]] = (
         "micro_tokens",
         "optimizer",
-        "fit",
         "eval_split",
         "eval_split_by",
         "sample_every",

@@ -123,7 +123,7 @@ def write_derived(out: Path, info: dict, data, settings: dict) -> None:
         info = {name: value for name, value in info.items() if name not in ("key", "clips")}
         info |= {
             "rows": len(data),
-            "frames": sum(data["frames"]),
+            "frames": sum(data["frames"][:]),
             "settings": info["settings"] | settings,
             "files": list_files(work / "dataset"),
         }

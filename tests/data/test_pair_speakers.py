@@ -43,6 +43,8 @@ def test_same_speaker_same_split_never_itself(script, tokens, tmp_path):
         assert ref["id"] != id and (ref["speaker"], ref["split"]) == (row["speaker"], row["split"])
     info = json.loads((tmp_path / "out/dataset.json").read_text())
     assert info["rows"] == 12 and info["settings"]["pairing"]["seed"] == 0
+    assert info["frames"] == sum(row["frames"] for row in paired.values())
+    assert not list(source.glob("cache-*")) and not list((tmp_path / "out").glob("cache-*"))
     assert script("check", tmp_path / "out")[0] == 0
 
 

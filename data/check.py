@@ -4,8 +4,8 @@
     python data/check.py tokens/train --listen 5 --codec-weights descript/dac_44khz
 
 Prints hours, lengths, speakers and texts, and every problem for which training would refuse the dataset (exit code 1).
-Several datasets are also compared: the same id, group or audio in two splits is a leak. A plot of the lengths and the
-clips of --listen are written to DIR.check.
+Several datasets are also compared: the same id, group or audio in two splits is a leak. The clips of --listen are
+written to DIR.check.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def check_tokens(folder: Path, info: dict, seen: "Seen") -> list[str]:
             print(f"  {name}: {len(counter)} ({most}{more})")
     problems["of a group that is also in another split"] = seen.shared_names("group", folder)
     notes["of a speaker who is also in another split, the first of each"] = seen.shared_names("speaker", folder)
-    return report(folder, seconds, problems, notes, sum(ids.values()), info["rows"])
+    return report(seconds, problems, notes, sum(ids.values()), info["rows"])
 
 
 class Seen:
@@ -211,13 +211,13 @@ def check_pairs(folder: Path, info: dict, seen: Seen) -> list[str]:
         seen.compare(clean, (folder, row["id"], None), problems, notes)
     problems["with a duplicate id"] = [id for id, count in ids.items() if count > 1]
     print(f"  {len(ids)} pairs at {info['sample_rate']} Hz, {sum(seconds) / 3600:.3f} h, {clipped} clipped")
-    return report(folder, seconds, problems, notes, sum(ids.values()), info["rows"])
+    return report(seconds, problems, notes, sum(ids.values()), info["rows"])
 
 
 # ---------------------------------------------------------------- summary
 
 
-def report(folder: Path, seconds: list[float], problems: dict, notes: dict, rows: int, expected: int) -> list[str]:
+def report(seconds: list[float], problems: dict, notes: dict, rows: int, expected: int) -> list[str]:
     """Print notes and lengths; returns the problems, one line each."""
     lines = [f"{len(ids)} clips {what}: {first_ids(ids)}" for what, ids in problems.items() if ids]
     if rows != expected:
@@ -226,7 +226,7 @@ def report(folder: Path, seconds: list[float], problems: dict, notes: dict, rows
         if ids:
             print(f"  note: {len(ids)} clips {what}: {first_ids(ids)}")
     if seconds:
-        show_lengths(folder, np.asarray(seconds))
+        show_lengths(np.asarray(seconds))
     return lines
 
 
@@ -234,23 +234,13 @@ def first_ids(ids: list[str]) -> str:
     return ", ".join(ids[:MAX_NAMES]) + (", ..." if len(ids) > MAX_NAMES else "")
 
 
-def show_lengths(folder: Path, seconds: np.ndarray) -> None:
-    """Print a histogram of the lengths and write it to lengths.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def show_lengths(seconds: np.ndarray) -> None:
+    """Print a histogram of the lengths."""
     counts, edges = np.histogram(seconds, bins=10)
     median, long = np.percentile(seconds, [50, 95])
     print(f"  seconds: {seconds.min():.2f} to {seconds.max():.2f}, median {median:.2f}, 95 % below {long:.2f}")
     for count, start, end in zip(counts, edges, edges[1:], strict=False):
         print(f"  {start:8.2f} to {end:8.2f} s {count:8d} {'#' * round(40 * count / counts.max())}")
-    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
-    axes.hist(seconds, bins=50)
-    axes.set(xlabel="seconds", ylabel="clips", title=f"{folder.name}: {len(seconds)} clips")
-    figure.savefig(check_folder(folder) / "lengths.png", dpi=100)
-    pyplot.close(figure)
 
 
 def check_folder(folder: Path) -> Path:

@@ -12,7 +12,7 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 
 
 def require_folder_of(wav: Path) -> None:
-    """Before anything is loaded: the sound will be written here."""
+    """Fail early if the folder of --wav is missing."""
     if not wav.parent.is_dir():
         raise UserError(f"--wav {wav}: the folder {wav.parent} does not exist.")
 

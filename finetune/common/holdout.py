@@ -33,7 +33,7 @@ def rows_to_use(tokens: TokenDataset, config, train: bool) -> np.ndarray:
 
 
 def split_names(tokens: TokenDataset, config):
-    """For each row the name that decides on which side it is: clips of one name are never divided."""
+    """The group of each row: all clips of a group go to the same side."""
     ids, by = tokens.column("id"), config.eval_split_by
     names = None if by == "clip" else tokens.column(by)
     if names is None:

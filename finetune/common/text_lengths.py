@@ -25,8 +25,8 @@ def count_tokens(
 ) -> np.ndarray:
     """`count(part)` for all parts of range(len(rows)), (rows, numbers) int32. Every rank must call it.
 
-    `count` gives so many `numbers` per row; `rows`: the rows of the dataset that are counted; `tokenizer()`: all that
-    the counts depend on besides their texts. `doing`: what a large dataset's user is told.
+    `rows`: the rows of the dataset that are counted. `count` returns `numbers` integers per row. `tokenizer()` returns
+    a key of the cache: all that the counts depend on besides the texts. `doing`: what is printed for a large dataset.
     """
     process = process or Process(0, 1, "cpu")
     places, known = (), None

@@ -89,12 +89,12 @@ def report_page(run: Path, live: bool = False) -> str:
         warnings=warnings_of(facts, live),
         results=results_of(facts),
         evaluations=evaluation_table(facts),
-        data=data_facts(facts),
         notes=notes_of(facts),
         cards=cards,
         cards_left_out=on_disk - len(cards),
         figures=figures,
-        repeat=repeat_facts(facts),
+        repeat=repeat_command(facts),
+        config=json.dumps(facts["config"], indent=2),
     )
 
 
@@ -200,8 +200,12 @@ def status_of(facts: dict) -> dict:
     words = {"done": "finished", "preempted": "stopped by a signal"}
     seconds = sum(record.get("step_s") or 0.0 for record in facts["steps"])
     parts = [f"{last:,} of {planned:,} steps" if planned and planned != last else plural(last, "step")]
+    tokens = sum(record.get("tokens", 0) for record in facts["steps"])
+    memory = max((record.get("vram_gb", record.get("rss_gb", 0.0)) for record in facts["steps"]), default=0.0)
     if seconds:
-        parts.append(f"{duration(seconds)} of training")
+        parts += [f"{duration(seconds)} of training", f"{tokens / seconds:,.0f} tokens per second"]
+    if memory:
+        parts.append(f"{memory:.2f} GB on the main rank")
     if facts["config"].get("ranks"):
         parts.append(plural(facts["config"]["ranks"], "rank"))
     if "step" in facts["checkpoint"]:
@@ -341,41 +345,10 @@ def _listed(words: list) -> str:
     return ", ".join(map(str, words[:LISTED])) + more
 
 
-# ---- data, and how to repeat it ----------------------------------------------------------------------------------
-
-
-def data_facts(facts: dict) -> dict[str, str]:
-    steps, flags = facts["steps"], facts["flags"]
-    rows = {"training data": flags.get("data") or "the embedded demo"}
-    if flags.get("eval_data"):
-        rows["evaluation data"] = flags["eval_data"]
-    elif flags.get("eval_split"):
-        rows["evaluation data"] = f"{100 * flags['eval_split']:g} % of the training data, held out"
-    tokens = sum(record.get("tokens", 0) for record in steps)
-    seconds = sum(record.get("step_s", 0.0) for record in steps)
-    if tokens:
-        rows["trained on"] = f"{tokens:,} tokens, without padding"
-        if "epoch" in steps[-1]:
-            rows["trained on"] += f", {steps[-1]['epoch']:.2f} epochs"
-    if seconds:
-        rows["speed"] = f"{tokens / seconds:,.0f} tokens per second"
-        rows["waiting for data"] = (
-            f"{sum(record.get('data_wait_s', 0.0) for record in steps) / seconds:.1%} of the time"
-        )
-    memory = max((record.get("vram_gb", record.get("rss_gb", 0.0)) for record in steps), default=0.0)
-    if memory:
-        rows["peak memory of the main rank"] = f"{memory:.2f} GB"
-    return rows
-
-
-def repeat_facts(facts: dict) -> dict:
+def repeat_command(facts: dict) -> str:
     config, place = facts["config"], shlex.quote(str(facts["folder"] / "config.json"))
     ranks = f" --ranks {config['ranks']}" if config.get("ranks") else ""
-    return {
-        "command": f"./launch.sh {facts['recipe']}{ranks} --config {place} --out NEW_FOLDER",
-        "started": shlex.join(map(str, config.get("command", []))),
-        "config": json.dumps(config, indent=2),
-    }
+    return f"./launch.sh {facts['recipe']}{ranks} --config {place} --out NEW_FOLDER"
 
 
 # ---- several runs ------------------------------------------------------------------------------------------------
@@ -392,8 +365,7 @@ def comparison_of(all_facts: dict[str, dict]) -> dict:
     runs = list(all_facts.values())
     shown = [next((e for e in facts["evals"] if e["step"] == facts["shown_step"]), {}) for facts in runs]
     comparable = len({facts["recipe"] for facts in runs}) == 1
-    rows = [("state", [(facts["status"]["word"], False) for facts in runs])]
-    rows.append(("steps", [(facts["status"]["parts"][0], False) for facts in runs]))
+    rows = [("state", [(", ".join([facts["status"]["word"], *facts["status"]["parts"]]), False) for facts in runs])]
     for name in HEADLINES:
         measure = measure_of(name)
         values = [record.get(name) for record in shown]
@@ -405,8 +377,6 @@ def comparison_of(all_facts: dict[str, dict]) -> dict:
             best = min(finite) if measure.better == "low" else max(finite)
         cells = [(number(v, measure.unit) if is_number(v) else "", best is not None and v == best) for v in values]
         rows.append((measure.label, cells))
-    for name in ("speed", "peak memory of the main rank"):
-        rows.append((name, [(data_facts(facts).get(name, ""), False) for facts in runs]))
     flags = [{"recipe": facts["recipe"], "ranks": facts["config"].get("ranks")} | facts["flags"] for facts in runs]
     different = []
     for key in flags[0]:

@@ -11,7 +11,7 @@ POINTS = 2000  # of one curve: a long run's page stays small
 HEIGHT = 210
 GREY = "#808892"  # can be read on a light and on a dark page
 GROUPS = {"results": "Curves", "training": "Training in detail"}
-CEILINGS = {"original": "recordings", "recorded": "recordings, through the codec"}
+CEILINGS = {"original": "recordings", "recorded": "recordings via codec"}
 
 # Of the steps: id, title, unit, and what its curves are called, the first of which stands for a run in a comparison.
 STEP_CHARTS = (
@@ -172,8 +172,8 @@ def _figure(chart: Chart, steps, data: dict[str, dict]):
     columns = max(1, 50 // (6 + max(map(len, names))))  # of a legend that also fits on a phone
     rows = -(-len(names) // columns)
     plot = figure(
-        height=HEIGHT + 18 * rows, sizing_mode="stretch_width", x_range=steps, window_axis="x",
-        tools="xbox_zoom,reset,save", background_fill_color=None, border_fill_color=None, outline_line_color=None,
+        height=HEIGHT + 18 * rows, sizing_mode="stretch_width", x_range=steps,
+        tools="box_zoom,reset,save", background_fill_color=None, border_fill_color=None, outline_line_color=None,
     )  # fmt: skip
     plot.toolbar.autohide, plot.toolbar.logo = True, None
     shown = []

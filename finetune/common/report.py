@@ -213,34 +213,44 @@ def status_of(facts: dict) -> dict:
     return {"word": words.get(ends[-1] if ends else "", "not finished"), "parts": parts}
 
 
-def results_of(facts: dict) -> dict:
-    """The headline numbers of the shown step next to those before training and to what recordings or noisy input
-    score: the names of the columns, and rows of cells."""
+def before_and_after(facts: dict) -> tuple[dict, dict]:
+    """The evaluations before training and at the shown step; without any, the first and the last training losses."""
     evals, steps = facts["evals"], facts["steps"]
-    after = next((record for record in evals if record["step"] == facts["shown_step"]), evals[-1] if evals else {})
-    before = evals[0] if evals and evals[0]["step"] == 0 and evals[0] is not after else {}
-    columns = {"noisy input": {name: after.get(f"noisy_{name}") for name in HEADLINES}, "before": before}
-    if after:
-        columns[f"after, step {after['step']:,}"] = after
-    for record in events(facts, "ceiling"):
-        columns[CEILINGS.get(record.get("of"), str(record.get("of")))] = record
+    if evals:
+        after = next((record for record in evals if record["step"] == facts["shown_step"]), evals[-1])
+        before = evals[0] if evals[0]["step"] == 0 and evals[0] is not after else {}
+        return before, after
     losses = [record["loss"] for record in steps if is_number(record.get("loss"))]
-    if not evals and losses:  # the loss of training is all there is
-        few = max(1, len(losses) // 20)
-        before, after = {"loss": statistics.fmean(losses[:few])}, {"loss": statistics.fmean(losses[-few:])}
-        columns = {"first steps": before, "last steps": after}
+    if not losses:
+        return {}, {}
+    few = max(1, len(losses) // 20)
+    before = {"loss": statistics.fmean(losses[:few])}
+    after = {"loss": statistics.fmean(losses[-few:]), "step": steps[-1]["step"]}
+    return before, after
+
+
+def results_of(facts: dict) -> dict:
+    """The headline numbers before and after training, and what recordings or the noisy input score: the names of the
+    columns, and rows of cells."""
+    before, after = before_and_after(facts)
     names = [name for name in HEADLINES if isinstance(after.get(name), (int, float))]
     chosen = facts["flags"].get("best_by")
     names.sort(key=lambda name: name != chosen)  # what the run is judged by comes first
+    columns = {"noisy input": {name: after.get(f"noisy_{name}") for name in names}, "before": before}
+    columns[f"after, step {after.get('step', 0):,}"] = after
+    for record in events(facts, "ceiling"):
+        columns[CEILINGS.get(record.get("of"), str(record.get("of")))] = record
     columns = {head: record for head, record in columns.items() if any(is_number(record.get(name)) for name in names)}
     rows = []
     for name in names:
         measure = measure_of(name)
+        if not facts["evals"]:
+            measure = measure._replace(label="training loss", note="--eval-data or --eval-split adds an evaluation")
         values = [record.get(name) for record in columns.values()]
         rows.append(
             {
-                "label": "training loss" if not evals else measure.label,
-                "note": measure.note if evals else "no evaluation: --eval-data or --eval-split shows if it generalises",
+                "label": measure.label,
+                "note": measure.note,
                 "cells": [number(value, measure.unit) if isinstance(value, (int, float)) else "" for value in values],
                 "change": change(before.get(name), after[name], measure),
             }
@@ -363,12 +373,11 @@ def labels_of(runs: list[Path]) -> list[str]:
 def comparison_of(all_facts: dict[str, dict]) -> dict:
     """A table of headline numbers, the best of each marked, and the flags that differ."""
     runs = list(all_facts.values())
-    shown = [next((e for e in facts["evals"] if e["step"] == facts["shown_step"]), {}) for facts in runs]
     comparable = len({facts["recipe"] for facts in runs}) == 1
     rows = [("state", [(", ".join([facts["status"]["word"], *facts["status"]["parts"]]), False) for facts in runs])]
     for name in HEADLINES:
         measure = measure_of(name)
-        values = [record.get(name) for record in shown]
+        values = [before_and_after(facts)[1].get(name) for facts in runs]
         finite = [value for value in values if is_number(value)]
         if not finite:
             continue
@@ -380,7 +389,7 @@ def comparison_of(all_facts: dict[str, dict]) -> dict:
     flags = [{"recipe": facts["recipe"], "ranks": facts["config"].get("ranks")} | facts["flags"] for facts in runs]
     different = []
     for key in flags[0]:
-        values = [json.dumps(one.get(key), ensure_ascii=False).strip('"') for one in flags]
+        values = [str(one.get(key, "")) for one in flags]
         if key != "out" and len(set(values)) > 1:
             different.append((key, values))
     return {"labels": list(all_facts), "rows": rows, "flags": different}

@@ -119,7 +119,9 @@ def test_results_are_those_of_the_export_and_their_change(run):
 def test_without_an_evaluation_the_training_loss_is_the_result(run):
     records = [STEP | {"step": step, "loss": 5.0 - step / 10} for step in range(1, 41)]
     words = page_of(run(records)).sections["results"]
-    assert "first steps last steps" in words and "4.85 1.05 -3.8 better" in words  # means of two steps
+    assert (
+        words.startswith("before after, step 40 change training loss") and "4.85 1.05 -3.8 better" in words
+    )  # means of two steps
 
 
 def test_scores_of_the_samples_are_part_of_their_evaluation(run):
@@ -166,15 +168,9 @@ def test_the_page_of_a_long_run_stays_small_and_keeps_its_extremes():
     records[11_234]["loss"], records[14_000]["loss"], records[100]["loss"] = 99.0, -1.0, float("nan")
     curve = drawn(charts_of(records), live=True)["data"]["curve-0"]
     assert max(curve["y"]) == 99.0 and min(curve["y"]) == -1.0 and max(curve["smooth"]) < 10
+    assert curve["smooth"][0] == pytest.approx(3.003, abs=0.01)
     assert curve["x"][curve["y"].index(99.0)] == 11_235 and curve["x"] == sorted(curve["x"])
     assert len(json.dumps(drawn(charts_of(records), live=False))) < 5_000_000
-
-
-def test_the_moving_average_follows_the_curve():
-    records = [STEP | {"step": step, "loss": float(step % 2)} for step in range(1, 301)]
-    curve = drawn(charts_of(records), live=True)["data"]["curve-0"]
-    assert curve["smooth"][0] == pytest.approx(0.5, abs=0.1) and len(curve["smooth"]) == 300
-    assert curve["smooth"][100:200] == pytest.approx([0.5] * 100, abs=0.05)
 
 
 def test_text_from_data_is_escaped_everywhere(run):
@@ -329,13 +325,6 @@ def test_the_sound_on_the_page_is_the_sound_on_disk(run):
     [source] = [source for source in page_of(folder).sources if source.startswith("data:audio/flac;base64,")]
     heard, rate = soundfile.read(io.BytesIO(base64.b64decode(source.split(",")[1])), dtype="int16")
     assert rate == 8000 and np.array_equal(heard, wave)
-
-
-def test_pictures_of_one_card_are_as_wide_as_their_sounds_are_long(run):
-    folder = run([])
-    add_sample(folder, "recorded", "clip-0000", text="hello", seconds=2.0)
-    add_sample(folder, "step-00000004", "clip-0000", text="hello", seconds=0.5)
-    assert re.findall(r'class="drawn" style="width:([\d.]+)%"', page_of(folder).text) == ["100.0", "25.0"]
 
 
 @pytest.mark.parametrize("content", [b"", b"RIFF-no sound"])

@@ -78,7 +78,7 @@ def report_page(run: Path, live: bool = False) -> str:
     facts = read_run(run)
     cards, on_disk = sample_cards(run, facts["shown_step"])
     figures = [
-        {"name": path.stem.replace("-", " "), "picture": data_uri(path.read_bytes(), "image/png")}
+        {"name": path.stem, "picture": data_uri(path.read_bytes(), "image/png")}
         for path in sorted((run / "figures").glob("*.png"))
     ]
     return render(

@@ -302,7 +302,7 @@ def test_samples_are_spoken_decoded_and_reported(trained, demo):
     assert recorded["clipped"] == pytest.approx((np.abs(audio) >= 0.999).mean(), abs=0.02)
     assert 0 <= recorded["silent"] <= 1
     page = (run / "report.html").read_text()
-    assert page.count("<audio") >= 2 and "://" not in page.split("<h2>Configuration")[0]
+    assert page.count("<audio") >= 2 and "://" not in page.split("<summary>Configuration")[0]
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(trained, capsys):

@@ -319,12 +319,11 @@ def test_kill_9_of_a_rank_then_resume_equals_never_killed(demo, tmp_path):
     assert_same_run(run, whole, "model.safetensors")
 
 
-def test_a_dry_run_foretells_its_memory(tmp_path):
+def test_a_dry_run_measures_its_memory_and_leaves_nothing(tmp_path):
     words = ["--dry-run", "--ds", "ds_configs/zero3.json", "--out", tmp_path / "run"]
     codes, outputs = support.run_recipe(*words, recipe="dia_full")
     assert codes == [0, 0], outputs[0][-3000:]
-    predicted, measured = re.search(r"predicted (\S+) GB, peak memory (\S+) GB", outputs[0]).groups()
-    assert abs(float(measured) / float(predicted) - 1) < 0.1
+    assert 0 < float(re.search(r"peak memory per rank: (\S+) GB", outputs[0])[1]) < 8
     assert not (tmp_path / "run").exists()
 
 

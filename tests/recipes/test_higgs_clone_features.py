@@ -176,7 +176,7 @@ def test_the_end_loss_of_a_step_is_the_plain_cross_entropy_of_the_ends(higgs_dem
 def test_dry_run_prints_the_plan_and_writes_nothing(trained, capsys):
     _, run = trained(dry_run=True)
     printed = capsys.readouterr().out
-    for part in ("parameters", "LoRA audio: 6 modules", "padding", "longest micro-batch", "predicted"):
+    for part in ("parameters", "LoRA audio: 6 modules", "padding", "longest micro-batch", "peak memory"):
         assert part in printed
     assert not run.exists()
 

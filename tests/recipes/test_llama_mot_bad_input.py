@@ -131,7 +131,7 @@ def test_a_nan_clip_is_named_and_its_step_skipped(run, demo_mot, clips, tmp_path
 def test_dry_run_prints_the_plan_and_writes_nothing(run, tmp_path, capsys):
     run(dry_run=True)
     printed = capsys.readouterr().out
-    for part in ("copied 40/40", "parameters", "trained", "padding", "longest micro-batch", "predicted", "peak"):
+    for part in ("copied 40/40", "parameters", "trained", "padding", "longest micro-batch", "peak memory"):
         assert part in printed, part
     assert not (tmp_path / "run").exists()
 

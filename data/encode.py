@@ -150,17 +150,13 @@ def main() -> int:
     clips = find_clips(args.source, args.format, args.prompts, args.missing_text, options, skipped)
     print(f"{len(clips)} clips in {args.source}")
     clips = strip_prefixes(clips, args.strip_prefix)
+    settings = {name: getattr(args, name) for name in ("stereo", "min_seconds", "max_seconds", "loudness")}
     return encode_dataset(
         clips,
         args.out,
-        codec=args.codec,
-        weights=args.codec_weights,
-        revision=args.codec_revision,
-        stereo=args.stereo,
-        min_seconds=args.min_seconds,
-        max_seconds=args.max_seconds,
+        make_job(clips, args.codec, args.codec_weights, args.codec_revision, **settings),
+        args.codec_weights,
         max_reject=args.max_reject,
-        loudness=args.loudness,
         workers=args.workers or default_workers(clips),
         shard=args.shard,
         merge=args.merge,
@@ -193,14 +189,9 @@ def default_workers(clips: list[Clip]) -> int:
 def encode_dataset(
     clips: list[Clip],
     out: Path,
-    codec: str,
+    job: Job,
     weights: str | None,
-    revision: str | None = None,
-    stereo: bool = False,
-    min_seconds: float = 0.4,
-    max_seconds: float = math.inf,
     max_reject: float = 0.01,
-    loudness: float | None = None,
     workers: int = 1,
     shard: tuple[int, int] | None = None,
     merge: bool = False,
@@ -210,11 +201,10 @@ def encode_dataset(
 ) -> int:
     """Encode the clips that are not encoded yet and write the dataset; returns the exit code.
 
-    `wanted`: number of clips that the source lists, if it lists more than it contains.
-    `skipped`: what in the source is no clip; it is listed in skipped.jsonl. `synthetic`: no recordings, whose bandwidth
-    says nothing.
+    `weights`: the codec's weights as the user named them. `wanted`: number of clips that the source lists, if it lists
+    more than it contains. `skipped`: what in the source is no clip; it is listed in skipped.jsonl. `synthetic`: no
+    recordings, whose bandwidth says nothing.
     """
-    job = replace(make_job(clips, codec, weights, revision, stereo, min_seconds, max_seconds), loudness=loudness)
     out = out.absolute()
     work = out.with_name(out.name + ".work")
     tag = f"{shard[0]}of{shard[1]}" if shard else "0"
@@ -259,24 +249,17 @@ def encode_dataset(
 # ---------------------------------------------------------------- settings and shard
 
 
-def make_job(
-    clips: list[Clip],
-    codec: str,
-    weights: str | None,
-    revision: str | None,
-    stereo: bool,
-    shortest: float,
-    longest: float,
-) -> Job:
+def make_job(clips: list[Clip], codec: str, weights: str | None, revision: str | None = None, **settings) -> Job:
+    """`settings`: those of Job, such as stereo."""
     if weights is None:
         if not all(clip.coded for clip in clips):
             raise UserError("--codec-weights is needed: a hub id or a local path")
-        return Job(None, None, codec, stereo, shortest, longest)
+        return Job(None, None, codec, **settings)
     path = find_weights(weights, revision)
     kind = kind_of(path)
     if kind != codec:
         raise UserError(f"--codec {codec} does not match --codec-weights {weights}, which is a {kind} codec")
-    return Job(str(path), hash_weights(path), kind, stereo, shortest, longest)
+    return Job(str(path), hash_weights(path), kind, **settings)
 
 
 def clips_of_shard(clips: list[Clip], index: int, count: int) -> list[Clip]:

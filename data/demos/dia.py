@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from encode import encode_dataset
+from encode import encode_dataset, make_job
 
 from lib.sources import find_clips
 from lib.store import write_json, write_jsonl
@@ -68,7 +68,8 @@ def encode_split(folder: Path, final: Path, split: str, codec: str) -> None:
     """Encode the clips in <folder>/audio/<split>.jsonl with data/encode.py, like a user's audio."""
     tokens = folder / "tokens" / split
     clips = find_clips(folder / "audio" / f"{split}.jsonl", "jsonl")
-    encode_dataset(clips, tokens, codec=codec, weights=str(folder / "codec"), synthetic=True)
+    job = make_job(clips, codec, str(folder / "codec"))
+    encode_dataset(clips, tokens, job, str(folder / "codec"), synthetic=True)
     # Replace the temporary folder by the final one.
     info = json.loads((tokens / "dataset.json").read_text())
     write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")})

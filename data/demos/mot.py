@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from encode import encode_dataset
+from encode import encode_dataset, make_job
 
 from demos.dia import SEED
 from lib.sources import find_clips
@@ -59,7 +59,8 @@ def build_parts(folder: Path, final: Path) -> None:
     save_llama(folder / "llama", captions)
     print("  models saved", flush=True)
     clips = find_clips(folder / "audio" / "musiccaps.csv", "musiccaps")
-    encode_dataset(clips, folder / "tokens", codec="encodec", weights=str(folder / "codec"), synthetic=True)
+    job = make_job(clips, "encodec", str(folder / "codec"))
+    encode_dataset(clips, folder / "tokens", job, str(folder / "codec"), synthetic=True)
     info = json.loads((folder / "tokens" / "dataset.json").read_text())
     write_json(folder / "tokens" / "dataset.json", info | {"weights": str(final / "codec")})
     (folder / "tokens" / "sources.jsonl").unlink()

@@ -21,9 +21,9 @@ class Job:
     path: str | None  # codec weights; None: all clips come as codes, made by unknown weights
     weights_sha256: str | None
     codec: str
-    stereo: bool
-    min_seconds: float
-    max_seconds: float
+    stereo: bool = False
+    min_seconds: float = 0.4
+    max_seconds: float = math.inf
     loudness: float | None = None  # LUFS; None: as it is
 
     def settings(self) -> dict:

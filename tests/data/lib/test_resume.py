@@ -43,7 +43,8 @@ def expected(arguments, tmp_path_factory) -> str:
 
     out = tmp_path_factory.mktemp("plain") / "out"
     args = encode.parse_args([*arguments, "--out", str(out), "--workers", "1"])
-    assert encode.encode_dataset(encode.find_clips(args.source, args.format), out, "dac", args.codec_weights) == 0
+    clips = encode.find_clips(args.source, args.format)
+    assert encode.encode_dataset(clips, out, encode.make_job(clips, "dac", args.codec_weights), args.codec_weights) == 0
     return file_hash(out)
 
 

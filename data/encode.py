@@ -369,7 +369,7 @@ def write_tokens(
         "channels": format["codebooks"] * (2 if job.stereo else 1),
         "layout": "frame-major",
         "rows": len(kept),
-        "wanted": wanted,  # training compares the number of rows with this (--min-coverage)
+        "wanted": wanted,  # training compares the number of rows with this
         "frames": sum(finished.clips[clip.id].frames for clip in kept),
         "settings": job.settings(),
         "versions": store.versions("torch", "torchaudio", "transformers", "datasets", "soundfile"),

@@ -30,58 +30,30 @@ class Config(MusicFlags):
     revision: str = flag("", "branch, tag or commit of --model on the hub; empty = the newest", group="run")
     attn: attention.Attention = flag("auto", attention.HELP, group="run", may_change=True)
     compile: bool = flag(False, compiling.HELP, group="run", may_change=True)
-    min_coverage: float = flag(
-        0.9,
-        "refuse a dataset that holds less than this fraction of its source's clips",
-        group="run",
-        low=0,
-        high=1,
-        may_change=True,
-    )
 
     musicgen: str = flag("", "MusicGen whose feed-forward blocks initialise the experts: hub id or local folder")
-    musicgen_revision: str = flag("", "branch, tag or commit of --musicgen on the hub; empty = the newest")
-    experts: Literal["musicgen", "musicgen_absorbed", "llama", "random"] = flag(
-        "musicgen", "initial weights of the experts; musicgen_absorbed: projections multiplied into MusicGen's matrices"
+    experts: Literal["musicgen", "llama"] = flag(
+        "musicgen", "initial weights of the experts: MusicGen's feed-forward blocks, or Llama's own"
     )
     untie: Literal["ffn", "ffn+norm", "all"] = flag(
         "ffn", "weights that music has for itself: feed-forward (ffn), also norms (ffn+norm), also attention (all)"
-    )
-    expert_gain: Literal["scalar", "channel"] = flag(
-        "scalar", "learned gain on each expert's output: one value, or one per channel"
-    )
-    expert_gain_start: Literal["calibrated", "zero"] = flag(
-        "calibrated", "initial gain; calibrated: the output is as large as that of the Llama block it replaces"
     )
     train_parts: list[str] = flag(
         ["all"], "parts to train: embed head proj expert gain norm attn, or all, or proj_only (= proj head)"
     )
     quantize: Literal["none", "8bit", "4bit"] = flag("none", "load the frozen Llama in 8 or 4 bits (bitsandbytes)")
-    codec_rows: bool = flag(False, "start the embeddings of the codes from the codec's own code vectors")
-    adapter: str = flag("", "adapter to start from: exported folder, or a .pt of the first MoT trainer; empty = none")
+    adapter: str = flag("", "exported adapter folder to start from; empty = none")
 
-    ids: Literal["offset", "shared"] = flag("offset", "separate ids per codebook, or the same for all (legacy)")
     layout: Literal["flat", "delay"] = flag("flat", "one code per position, or one frame per position (4 x shorter)")
-    profile: Literal["default", "legacy"] = flag(
-        "default", "sequence lengths: whole captions and clips, or the 1024 positions of the first MoT trainer"
-    )
-    max_seq: int = flag(0, "maximum positions per sequence; 0 = the profile's", low=0)
-    max_text: int = flag(0, "maximum tokens per caption, with BOS; 0 = the profile's", low=0)
-    max_audio: int = flag(0, "maximum codes per clip; 0 = the profile's", low=0)
+    max_audio: int = flag(2000, "maximum codes per clip; of longer clips a random window is trained on", low=4)
     over_long_text: Literal["error", "drop", "cut"] = flag(
-        "error", "what to do with captions longer than --max-text; the legacy profile always cuts"
+        "error", "what to do with captions of more than 192 tokens: refuse them, drop their clips, or cut them"
     )
     allow_empty_text: bool = flag(False, "train on clips that have no caption")
-    aspect_captions: float = flag(
-        0.0, "fraction of samples captioned with MusicCaps' shuffled aspect_list instead", low=0, high=1
-    )
     text_dropout: float = flag(
         0.1, "fraction of samples trained without a caption, which classifier-free guidance needs", low=0, high=1
     )
 
-    loss_vocab: Literal["audio", "all"] = flag(
-        "audio", "classes of the softmax: the codes of the predicted codebook, or all text and music ids"
-    )
     codebook_weights: list[float] = flag([1.0, 1.0, 1.0, 1.0], "loss weight of each codebook")
     lr: float = flag(
         4e-4, "peak learning rate of new embeddings and projections", group="schedule", low=1e-6, high=1e-2
@@ -91,21 +63,10 @@ class Config(MusicFlags):
     )
     weight_decay: float = flag(0.1, "weight decay of matrices other than embeddings; 0 = off", group="optimizer", low=0)
 
-    sample_frames: int = flag(
-        0,
-        "longest sample in codec frames; 0 = 1.25 x the longest evaluation clip",
-        group="output",
-        low=0,
-        may_change=True,
-    )
-    temperature: float = flag(
-        1.0, "sampling temperature of the samples; 0 = greedy", group="output", low=0, may_change=True
-    )
-    top_k: int = flag(250, "top-k sampling of the samples; 0 = all codes", group="output", low=0, may_change=True)
-    guidance: float = flag(
-        3.0, "classifier-free guidance scale of the samples; 1 = off", group="output", low=0, may_change=True
-    )
 
+# How samples are generated; see models/mot/generate.py. MusicGen's own values; the demo's music is its most likely one.
+SAMPLING = {"temperature": 1.0, "top_k": 250, "guidance": 3.0}
+DEMO_SAMPLING = {"temperature": 0.0, "guidance": 1.0}
 
 # The demo trains from random weights, so music also needs its own attention and a high learning rate everywhere. One
 # frame per position lets a step hold more clips.
@@ -119,8 +80,6 @@ DEMO = {
     "warmup": 10.0,
     "micro_tokens": 750,
     "precision": "fp32",
-    "guidance": 1.0,
-    "temperature": 0.0,
     "save_every": 100,
     "eval_every": 100,
 }
@@ -149,7 +108,6 @@ from models.mot.build import (
     build_mot,
     calibrate,
     choose_parts,
-    codec_rows,
     expert_of,
     is_copied,
     load_llama,
@@ -158,7 +116,6 @@ from models.mot.data import Clips, Tokenizer, check_coverage
 from models.mot.evaluate import baselines, llama_text_logits, probe, token_metrics
 from models.mot.generate import sample
 from models.mot.layout import Layout
-from models.mot.legacy_codes import token_folder
 from models.mot.network import MoTLlama, Route, run_layer
 from models.mot.weights import (
     adapter_weights,
@@ -166,7 +123,6 @@ from models.mot.weights import (
     check_codec,
     describe,
     fill_adapter,
-    fill_legacy,
     read_description,
     write_adapter,
 )
@@ -176,27 +132,16 @@ from models.mot.weights import (
 
 def build_model(config: Config, ds: dict) -> MoTLlama:
     """Frozen Llama with new music experts. Under ZeRO-3 it is built sharded, never whole on one rank."""
-    if config.profile == "legacy" and config.ids != "shared":
-        raise UserError("--profile legacy needs --ids shared.")
-    if config.layout == "delay" and (config.ids == "shared" or config.loss_vocab == "all"):
-        raise UserError(
-            "--layout delay (the demo's) predicts 4 codes at once: it needs --ids offset and --loss-vocab audio; or use"
-            " --layout flat."
-        )
     if stage_of(ds) == 3 and config.quantize != "none":
         raise UserError(f"--quantize {config.quantize} needs ZeRO-2: a quantised Llama cannot be sharded.")
-    if config.samples and config.guidance != 1 and not config.text_dropout:
-        raise UserError("--guidance needs music trained without a caption: set --text-dropout above 0 or --guidance 1.")
     engine.build_sharded(ds)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     quantization = lora.quantization_config(config.quantize, dtype, keep=["lm_head"])
     llama = load_llama(config.model, dtype, attention.choose_attention(config.attn, config.precision), quantization)
     donor = Donor(config.musicgen) if config.musicgen else None
-    legacy = config.adapter.endswith(".pt")
-    expert = expert_of(config.experts, config.expert_gain, llama.config, donor, legacy)
-    layout = Layout(llama.config.vocab_size, ids=config.ids, order=config.layout)
-    full_vocab = config.loss_vocab == "all"
-    model = build_mot(llama, layout, expert, config.untie, full_vocab, donor, config.seed, ds)
+    expert = expert_of(config.experts, llama.config, donor)
+    layout = Layout(llama.config.vocab_size, order=config.layout)
+    model = build_mot(llama, layout, expert, config.untie, donor, config.seed, ds)
     choose_parts(model, config.train_parts)
     model.recompute = config.gradient_checkpointing
     return model
@@ -204,21 +149,15 @@ def build_model(config: Config, ds: dict) -> MoTLlama:
 
 def init_adapter(model: MoTLlama, config: Config, clips: Clips) -> None:
     """Loads the weights of an earlier adapter; calibrates the gains of the experts on a clip if it has none."""
-    if config.adapter and config.codec_rows:
-        raise UserError("--codec-rows is for a fresh start: the embeddings come from --adapter.")
-    if config.adapter and not config.adapter.endswith(".pt"):
-        description = read_description(Path(config.adapter))
-        if description["base_fingerprint"] != base_fingerprint(model.llama):
-            raise UserError(f"--adapter {config.adapter} was trained on another Llama than --model {config.model}.")
-        fill_adapter(model, Path(config.adapter))
-        sources = tuple(description["expert"]["layer_map"])  # all experts were just replaced by that adapter's
-        model.expert = dataclasses.replace(model.expert, layer_map=sources)
+    if not config.adapter:
+        calibrate(model, clips.batch([0]))
         return
-    if config.adapter:
-        fill_legacy(model, Path(config.adapter))
-    if config.codec_rows:
-        codec_rows(model, clips.tokens.info, config.seed)
-    calibrate(model, clips.batch([0]), zero=config.expert_gain_start == "zero")
+    description = read_description(Path(config.adapter))
+    if description["base_fingerprint"] != base_fingerprint(model.llama):
+        raise UserError(f"--adapter {config.adapter} was trained on another Llama than --model {config.model}.")
+    fill_adapter(model, Path(config.adapter))
+    sources = tuple(description["expert"]["layer_map"])  # all experts were just replaced by that adapter's
+    model.expert = dataclasses.replace(model.expert, layer_map=sources)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------
@@ -230,10 +169,10 @@ def build_data(
     """A token dataset, checked against the model and, on the main rank, for damage; None without a path."""
     if not path:
         return None
-    tokens = open_tokens(token_folder(path, process), process)
+    tokens = open_tokens(path, process)
     check_codec(tokens, config.adapter, process)
     if train:
-        check_coverage(tokens, config.min_coverage)
+        check_coverage(tokens)
     clips = Clips(tokens, model.layout, tokenizer, config, train, process)
     if not len(clips):
         raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
@@ -264,7 +203,7 @@ def check_first_loss(loss: float, model: MoTLlama, config: Config) -> None:
     otherwise layout, labels or rows are wrong."""
     expected = model.head.uniform_loss()
     say(f"first loss {loss:.4f}, ln(classes) {expected:.4f}")
-    if config.adapter or config.loss_vocab == "all":  # the head starts at least partly trained
+    if config.adapter:  # the head is trained
         return
     if abs(loss - expected) > 0.5:
         raise UserError(f"the first loss is {loss:.4f} instead of about {expected:.4f}: the new embeddings are wrong.")
@@ -311,9 +250,9 @@ def export(model, ema: Ema, config: Config, folder: Path, clips: Clips, checkpoi
         weights = adapter_weights(model, keep=process.is_main)
     fingerprint = base_fingerprint(model.llama)
     training = {
-        name: getattr(config, name) for name in ("train_parts", "text_dropout", "profile", "precision", "quantize")
+        name: getattr(config, name) for name in ("train_parts", "text_dropout", "max_audio", "precision", "quantize")
     }
-    description = describe(model, config.model, fingerprint, clips.tokens.info, training | clips.limits)
+    description = describe(model, config.model, fingerprint, clips.tokens.info, training)
     description |= {"revision": config.revision or None, "recipe": "llama_mot", "checkpoint": checkpoint}
     on_main(lambda: write_adapter(folder, weights, description), process)
 
@@ -323,7 +262,9 @@ def export(model, ema: Ema, config: Config, folder: Path, clips: Clips, checkpoi
 
 def train(config: Config, process: Process, ds: dict):
     """The whole run; returns the engine with the exported weights."""
+    sampling = SAMPLING
     if not config.model:
+        sampling = DEMO_SAMPLING
         assets = runs.demo_assets(process, "mot")
         config = dataclasses.replace(
             config,
@@ -333,8 +274,12 @@ def train(config: Config, process: Process, ds: dict):
             eval_data=config.eval_data or str(assets / "tokens"),  # its column `split` separates the two
         )
 
+    if not config.text_dropout:  # music without a caption, which guidance compares with, is not trained
+        sampling = sampling | {"guidance": 1.0}
+
     # model and data
     config = hub.pin(config, process)
+    hub.fetch(config.musicgen, process, flag="--musicgen")
     model = build_model(config, ds)
     tokenizer = Tokenizer(config.model)
     clips = build_data(config.data, model, tokenizer, config, process, train=True)
@@ -382,7 +327,7 @@ def train(config: Config, process: Process, ds: dict):
             say("evaluation loss of trivial models:", ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
         evaluate(model, eval_clips, text_reference, run, ema, step=0)  # what training has to improve on
         if eval_clips and config.samples:
-            decoders += sample(model, eval_clips, run.folder, 0, process, stage_of(ds) == 3)
+            decoders += sample(model, eval_clips, sampling, run.folder, 0, process, stage_of(ds) == 3)
             run.tracker.event("sample", 0)
             scores.expect(0, evaluated=True)
     gradient_check = GradientCheck(active=not run.checkpoint)
@@ -437,7 +382,7 @@ def train(config: Config, process: Process, ds: dict):
         speaks = last or is_due(config.sample_every, done) or (evaluates and scores.decide)
         if eval_clips and config.samples and speaks and (last or not totals.stop):
             with ema.applied():
-                decoders += sample(model, eval_clips, run.folder, done, process, stage_of(ds) == 3)
+                decoders += sample(model, eval_clips, sampling, run.folder, done, process, stage_of(ds) == 3)
             run.tracker.event("sample", done)
             scores.expect(done, evaluates)
         if last or totals.stop or is_best or run.unscored == done or is_due(config.save_every, done):

@@ -5,12 +5,11 @@
 demo-mot/audio/musiccaps.csv, *.wav   captions, and music that follows from them
 demo-mot/codec                        a tiny version of MusicGen's EnCodec (32 kHz, 50 frames/s, 4 codebooks of 2048)
 demo-mot/musicgen                     a tiny MusicGen, whose weights initialise the audio experts
-demo-mot/llama                        a tiny Llama with llama3 rotary scaling and a SentencePiece tokenizer
+demo-mot/llama                        a tiny Llama with llama3 rotary scaling and a byte-level tokenizer
 demo-mot/tokens                       the corpus, encoded by data/encode.py; the column `split` marks train and eval
 """
 
 import csv
-import io
 import itertools
 import json
 from pathlib import Path
@@ -233,7 +232,6 @@ def save_musicgen(folder: Path, codec) -> None:
 
 def save_llama(folder: Path, captions: list[str]) -> None:
     import torch
-    from sentencepiece import SentencePieceTrainer
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
@@ -260,15 +258,18 @@ def save_llama(folder: Path, captions: list[str]) -> None:
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)
     model.save_pretrained(folder)
-    content = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(captions),
-        model_writer=content,
-        vocab_size=180,
-        model_type="bpe",
-        hard_vocab_limit=False,
-        character_coverage=1.0,
-        num_threads=1,
-        minloglevel=2,
-    )
-    (folder / "tokenizer.model").write_bytes(content.getvalue())
+    tiny_tokenizer(captions).save_pretrained(folder)
+
+
+def tiny_tokenizer(captions: list[str]):
+    """Byte-level BPE, as Llama 3's, of the captions' words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    trainer = trainers.BpeTrainer(vocab_size=180, special_tokens=list(special.values()), show_progress=False)
+    tokenizer.train_from_iterator(captions, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -58,7 +58,7 @@ class Skipped:
 
     name: str
     reason: str
-    has_audio: bool = True  # then training counts it as missing (--min-coverage)
+    has_audio: bool = True  # then training counts it as missing
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Generate music with an adapter that llama_mot.py trained, or write its embeddings into a plain Llama folder.
+"""Generate music with an adapter that llama_mot.py trained.
 
 python finetune/infer/mot_generate.py --adapter runs/my-music/export --caption "A slow piano." --wav piano.wav
 python finetune/infer/mot_generate.py --adapter runs/my-music/export --caption "..." --continue start.npy --wav more.wav
-python finetune/infer/mot_generate.py --adapter runs/my-music/export --merge-tables my-music-tables
 """
 
 import hashlib
@@ -26,8 +25,10 @@ def parse_args():
     parser.add_argument(
         "--revision", default="", help="revision of Llama on the hub; default: the adapter's, or the newest"
     )
-    parser.add_argument("--caption", help="text prompt that describes the music")
-    parser.add_argument("--wav", help="output file; codes (.npy) and settings (.json) are written next to it")
+    parser.add_argument("--caption", required=True, help="text prompt that describes the music")
+    parser.add_argument(
+        "--wav", required=True, help="output file; codes (.npy) and settings (.json) are written next to it"
+    )
     parser.add_argument("--codec", help="EnCodec: hub id or local folder; default: that of the training data")
     parser.add_argument("--continue", dest="start", metavar="NPY", help="continue these codes (frames, codebooks)")
     parser.add_argument(
@@ -45,9 +46,8 @@ def parse_args():
     parser.add_argument(
         "--temperature",
         type=between(float, 0),
-        nargs="+",
-        default=[1.0],
-        help="one value, or one per codebook; 0 = greedy",
+        default=1.0,
+        help="sampling temperature; 0 = greedy (default: %(default)s)",
     )
     parser.add_argument(
         "--top-k", type=between(int, 0), default=250, help="top-k sampling; 0 = all codes (default: %(default)s)"
@@ -60,11 +60,6 @@ def parse_args():
     )
     parser.add_argument(
         "--seed", type=between(int, 0, 2**63 - 1), default=0, help="sampling seed (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--merge-tables",
-        metavar="DIR",
-        help="write a Llama folder with the music embeddings in its tables instead of generating",
     )
     return parser.parse_args()
 
@@ -90,8 +85,6 @@ def make_music(args) -> None:
         raise UserError(
             f"--guidance {args.guidance:g}: this adapter never saw music without a caption; use --guidance 1."
         )
-    if len(args.temperature) not in (1, layout.codebooks):
-        raise UserError(f"--temperature takes 1 or {layout.codebooks} values.")
     weights = find_codec(args.codec, codec_identity(codec))
     prefix = np.zeros((0, layout.codebooks), dtype=np.int64)
     if args.start:
@@ -110,7 +103,7 @@ def make_music(args) -> None:
         [args.seed],
         no_text=tokenizer.no_text,
         min_frames=max(1, int(args.min_seconds * rate)),
-        temperature=(args.temperature * layout.codebooks)[: layout.codebooks],
+        temperature=args.temperature,
         top_k=args.top_k,
         guidance=args.guidance,
         prefixes=[prefix],
@@ -139,30 +132,8 @@ def decode(codes, weights: Path, wav: Path) -> None:
         wav.write_bytes(file.with_suffix(".wav").read_bytes())
 
 
-def merge(args) -> None:
-    """Writes the folder --merge-tables."""
-    import torch
-
-    from models.mot.weights import load_adapter, merge_tables
-
-    out = Path(args.merge_tables)
-    if out.exists():
-        raise UserError(f"--merge-tables {out} already exists.")
-    merge_tables(load_adapter(Path(args.adapter), args.model, torch.float32, revision=args.revision)[0], out)
-    print(f"Llama with music rows in {out}; generating music still needs the adapter")
-
-
-def generate_or_merge(args) -> None:
-    if args.merge_tables:
-        merge(args)
-    elif args.caption and args.wav:
-        make_music(args)
-    else:
-        raise UserError("give --caption and --wav to generate music, or --merge-tables.")
-
-
 def main() -> None:
-    run_command(generate_or_merge, parse_args())
+    run_command(make_music, parse_args())
 
 
 if __name__ == "__main__":

@@ -38,12 +38,12 @@ def assets(demo) -> dict:
     return {"model": str(demo / "llama"), "musicgen": str(demo / "musicgen"), "data": tokens, "eval_data": tokens}
 
 
-def build(demo, kind="musicgen", untie="ffn", gain="scalar", full=False, donor=None, llama=None, seed=0, **layout):
+def build(demo, kind="musicgen", untie="ffn", donor=None, llama=None, seed=0, order="flat"):
     """A fresh MoTLlama on the demo's tiny Llama and MusicGen, all of it trained."""
     llama = llama or load_llama(str(demo / "llama"), torch.float32)
     donor = donor or Donor(str(demo / "musicgen"))
-    layout = Layout(llama.config.vocab_size, **layout)
-    model = build_mot(llama, layout, expert_of(kind, gain, llama.config, donor), untie, full, donor, seed, DS)
+    layout = Layout(llama.config.vocab_size, order=order)
+    model = build_mot(llama, layout, expert_of(kind, llama.config, donor), untie, donor, seed, DS)
     choose_parts(model, ["all"])
     return model
 
@@ -130,15 +130,11 @@ def reference_states(model, batch):
 
 
 def reference_loss(model, batch):
-    """Sum of plain cross-entropies, over the classes of the predicted codebook or over text and music."""
+    """Sum of plain cross-entropies, over the classes of the predicted codebook."""
     states, layout, total = reference_states(model, batch), model.layout, 0.0
     for k in range(4):
         labels = batch["labels"][..., k]
         real = labels != IGNORE
-        if model.head.text is not None:
-            table = torch.cat([model.llama.lm_head.weight, model.head.weight])
-            total = total + F.cross_entropy(states[real] @ table.T, labels[real], reduction="sum")
-            continue
         rows = model.head.weight[layout.first(k) - layout.vocab :][: layout.size]
         classes = labels[real] - layout.first(k)
         if k == 0:

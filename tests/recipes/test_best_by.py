@@ -150,7 +150,7 @@ def test_higgs_is_scored_beside_the_training_and_its_guard_still_decides(higgs_d
 def test_music_is_chosen_by_its_distance_to_the_recordings(demo_mot, models, process, tmp_path):
     flags = mot_support.SMALL | mot_support.assets(demo_mot) | {"out": str(tmp_path / "run"), "accumulation": 1}
     flags |= {"steps": 4, "eval_every": 2, "samples": 2, "best_by": "frechet", "embedder": models["clap"]}
-    run = train(llama_mot, process, **flags | {"sample_frames": 60})
+    run = train(llama_mot, process, **flags)
     events = {r["step"]: r for r in support.metrics(run) if r.get("event") == "scores"}
     assert set(events) == {0, 2, 4} and all({"frechet", "caption", "duration_ratio"} <= set(e) for e in events.values())
     kept = {entry["step"]: entry["score"] for entry in checkpoint.read_index(run / "checkpoints")}

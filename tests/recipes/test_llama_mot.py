@@ -43,7 +43,6 @@ def runs(demo_mot, two_ranks, tmp_path_factory):
         "zero3": {**SMALL, "ds": zero3},
         "zero3_offload": {**SMALL, "ds": "ds_configs/zero3_offload.json"},
         "checkpointing": {**SMALL, "ds": zero3, "gradient_checkpointing": True},
-        "full_vocab": {**SMALL, "ds": zero3, "loss_vocab": "all", "untie": "ffn", "ids": "shared"},
         "delay": {**SMALL, "ds": zero2, "layout": "delay", "experts": "llama"},
         "parts": {**SMALL, "ds": zero3, "untie": "ffn", "train_parts": ["proj_only"]},
         "ema": {**SMALL, "ds": zero3, "ema": 0.9},
@@ -75,13 +74,11 @@ def train_plainly(demo, **changes):
     """The same training in one process: both experts and a mask, torch's cross-entropy, AdamW and clipping."""
     config = replace(llama_mot.Config(**SMALL, **assets(demo)), **changes)
     kind = config.experts
-    full = config.loss_vocab == "all"
     llama = quantised_llama(demo, config.quantize)
-    layout = {"ids": config.ids, "order": config.layout}
-    model = build(demo, kind, config.untie, full=full, llama=llama, seed=config.seed, **layout)
+    model = build(demo, kind, config.untie, llama=llama, seed=config.seed, order=config.layout)
     tokenizer = Tokenizer(config.model)
     clips = Clips(TokenDataset(config.data), model.layout, tokenizer, config, train=True)
-    calibrate(model, clips.batch([0]), zero=False)
+    calibrate(model, clips.batch([0]))
     choose_parts(model, config.train_parts)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     groups = []
@@ -142,7 +139,6 @@ def test_two_ranks_equal_one_process(runs, plain, run):
 @pytest.mark.parametrize(
     ("run", "changes"),
     [
-        ("full_vocab", {"loss_vocab": "all", "untie": "ffn", "ids": "shared"}),
         ("delay", {"layout": "delay", "experts": "llama"}),
         ("parts", {"untie": "ffn", "train_parts": ["proj_only"]}),
         ("4bit", {"quantize": "4bit"}),
@@ -179,15 +175,13 @@ def test_ranks_with_uneven_modality_equal_the_masked_reference(runs, demo_mot, c
 # ---- what comes out --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", [ZERO2, "zero3", "full_vocab", "delay", "parts", "ema"])
+@pytest.mark.parametrize("run", [ZERO2, "zero3", "delay", "parts", "ema"])
 def test_adapter_reloads_without_musicgen_and_reproduces_the_evaluation(runs, demo_mot, run, monkeypatch):
     monkeypatch.setattr("models.mot.build.Donor", None)
     config = llama_mot.Config(**json.loads((runs / run / "config.json").read_text())["config"])
     model, description = load_adapter(runs / run / "export", None, torch.float32)
     tokenizer = Tokenizer(config.model)
     clips = Clips(TokenDataset(config.eval_data), model.layout, tokenizer, config, train=False)
-    if config.loss_vocab == "all":
-        model.head.text = model.llama.lm_head.weight
     total, count = 0.0, 0
     with torch.no_grad():
         for i in range(len(clips)):
@@ -201,9 +195,7 @@ def test_adapter_reloads_without_musicgen_and_reproduces_the_evaluation(runs, de
     assert description["checkpoint"] == {"step": 4, "score": records[-1]["loss"], "why": "the best by loss"}
 
 
-@pytest.mark.parametrize(
-    "run", ["zero0", ZERO2, "zero3", "zero3_offload", "full_vocab", "delay", "bf16", "4bit", "8bit"]
-)
+@pytest.mark.parametrize("run", ["zero0", ZERO2, "zero3", "zero3_offload", "delay", "bf16", "4bit", "8bit"])
 def test_no_text_logit_changes_during_training(runs, run):
     assert [record["text_drift"] for record in evals(runs / run)] == [0.0, 0.0]
 

@@ -12,14 +12,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from common import hub
-from common.codec import hash_weights, local_codec
 from common.engine import gathered, shard
 from common.errors import UserError
 from common.hub import load_pretrained
 from common.keyed_random import torch_seed
 from common.runtime import say
 from models.mot.layout import Layout
-from models.mot.meta import is_meta_folder
 from models.mot.network import NEW_ROW_SCALE, AudioLayer, Expert, MoTLlama, attend, before_ffn, feed
 
 COPIED = ("fc1.weight", "fc2.weight", "final_layer_norm.weight", "final_layer_norm.bias")
@@ -41,10 +39,11 @@ PRESETS = {"all": list(PARTS), "proj_only": ["proj", "head"]}
 def load_llama(path: str, dtype: torch.dtype, attn: str = "sdpa", quantization=None):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if is_meta_folder(Path(path)):
+    if Path(path, "params.json").is_file() and not Path(path, "config.json").is_file():
         raise UserError(
-            f"--model {path} is in Meta's own format: convert it once with 'python finetune/infer/llama_convert.py"
-            f" {path} OUT', then use --model OUT."
+            f"--model {path} is in Meta's own format (params.json): use the model's Hugging Face format, such as"
+            " --model meta-llama/Llama-3.2-1B, or convert it with convert_llama_weights_to_hf.py from transformers'"
+            " repository."
         )
     options = {"attn_implementation": attn} | ({"quantization_config": quantization} if quantization else {})
     llama = load_pretrained(LlamaForCausalLM, LlamaConfig, path, dtype, **options)
@@ -108,31 +107,19 @@ def layer_map(layers: int, donor_layers: int) -> tuple[int, ...]:
     return tuple(min(donor_layers - 1, int((i + 0.5) * donor_layers / layers)) for i in range(layers))
 
 
-def legacy_layer_map(layers: int, donor_layers: int) -> tuple[int, ...]:
-    """The donor layer for each Llama layer as the first MoT trainer chose it: the one with the same number."""
-    if layers > donor_layers:
-        say(
-            f"warning: the first MoT trainer left the experts of layers {donor_layers} to {layers - 1} random and did"
-            f" not save them: they start from MusicGen's last layer, which their projections were not trained with"
-        )
-    return tuple(min(i, donor_layers - 1) for i in range(layers))
-
-
-def expert_of(kind: str, gain: str, llama_config, donor: Donor | None, legacy: bool = False) -> Expert:
-    """`legacy`: the experts whose projections are in a .pt of the first MoT trainer."""
+def expert_of(kind: str, llama_config, donor: Donor | None) -> Expert:
     if kind == "llama":
         return Expert(kind, llama_config.hidden_size, llama_config.intermediate_size, llama_config.hidden_act)
     if donor is None:
-        raise UserError(f"--experts {kind} takes its sizes from a MusicGen checkpoint: name one with --musicgen.")
-    spread = legacy_layer_map if legacy else layer_map
-    sources = spread(llama_config.num_hidden_layers, donor.layers) if kind != "random" else ()
-    return Expert(kind, donor.width, donor.ffn, donor.activation, gain, sources)
+        raise UserError("--experts musicgen starts from a MusicGen checkpoint: name one with --musicgen.")
+    sources = layer_map(llama_config.num_hidden_layers, donor.layers)
+    return Expert(kind, donor.width, donor.ffn, donor.activation, sources)
 
 
 # ---- building --------------------------------------------------------------------------------------------------
 
 
-def build_mot(llama, layout: Layout, expert: Expert, untie: str, full_vocab: bool, donor, seed: int, ds: dict):
+def build_mot(llama, layout: Layout, expert: Expert, untie: str, donor: Donor | None, seed: int, ds: dict):
     """The model with initialised music weights. Under ZeRO-3 each layer is sharded as soon as it is filled."""
     copied, layers = 0, []
     for i, layer in enumerate(llama.model.layers):
@@ -140,15 +127,11 @@ def build_mot(llama, layout: Layout, expert: Expert, untie: str, full_vocab: boo
         with gathered(layer), torch.no_grad():
             copied += fill_layer(audio, layer, expert, donor, i, seed)
         layers.append(shard(_like(audio, llama), ds))
-    expected = sum(
-        is_copied(f"layers.0.{name}") and not (expert.kind == "random" and name.startswith("ffn."))
-        for audio in layers
-        for name, _ in audio.named_parameters()
-    )
+    expected = sum(is_copied(f"layers.0.{name}") for audio in layers for name, _ in audio.named_parameters())
     say(f"copied {copied}/{expected} tensors into {len(layers)} music experts ({expert.kind}, untie {untie})")
     if copied != expected:
         raise RuntimeError(f"{copied} of {expected} tensors were copied")
-    model = MoTLlama(llama, layout, expert, untie, layers, full_vocab)
+    model = MoTLlama(llama, layout, expert, untie, layers)
     new_rows(model, seed)
     for table in (model.audio_embed, model.codebook_embed, model.head):
         table.weight.data = table.weight.data.to(device=_device(llama), dtype=_dtype(llama))
@@ -174,7 +157,8 @@ def fill_layer(audio: AudioLayer, layer, expert: Expert, donor: Donor | None, i:
     if expert.kind == "llama":
         copied += _copy_module(audio.ffn, layer.mlp)
     else:
-        copied += _fill_expert(audio.ffn, expert, donor, i, seed)
+        draw = torch.Generator().manual_seed(torch_seed(seed, i, "expert"))
+        copied += _fill_expert(audio.ffn, donor, expert.layer_map[i], draw)
     if audio.input_norm is not None:
         copied += _copy_module(audio.input_norm, layer.input_layernorm)
         copied += _copy_module(audio.post_norm, layer.post_attention_layernorm)
@@ -197,37 +181,22 @@ def _copy_module(target: nn.Module, source: nn.Module) -> int:
     return len(targets)
 
 
-def _fill_expert(ffn, expert: Expert, donor: Donor | None, i: int, seed: int) -> int:
-    width = expert.width
-    hidden = ffn.proj_in.in_features if ffn.proj_in is not None else ffn.fc1.in_features
-    draw = torch.Generator().manual_seed(torch_seed(seed, i, "expert"))
-    inward, outward = None, None
-    if width != hidden:
+def _fill_expert(ffn, donor: Donor, source: int, draw: torch.Generator) -> int:
+    """Copies the donor's block `source`; draws the projections around it."""
+    if ffn.proj_in is not None:
         # Rows of proj_in and columns of proj_out are orthonormal, which keeps the RMS. The default initialisation of a
         # Linear would shrink the block's output four times.
+        width, hidden = ffn.proj_in.weight.shape
         inward = nn.init.orthogonal_(torch.empty(width, hidden), generator=draw)
         outward = nn.init.orthogonal_(torch.empty(hidden, width), generator=draw) * (hidden / width) ** 0.5
-    if expert.kind == "random":
-        block = {
-            "fc1.weight": torch.randn(expert.ffn, width, generator=draw) * 0.02,
-            "fc2.weight": torch.randn(width, expert.ffn, generator=draw) * 0.02,
-        }
-    else:
-        block = donor.block(expert.layer_map[i])
-    if expert.kind == "musicgen_absorbed" and inward is not None:
-        block["fc1.weight"], block["fc2.weight"] = block["fc1.weight"] @ inward, outward @ block["fc2.weight"]
-    elif inward is not None:
         ffn.proj_in.weight.copy_(inward)
         ffn.proj_out.weight.copy_(outward)
+    block = donor.block(source)
     ffn.fc1.weight.copy_(block["fc1.weight"])
     ffn.fc2.weight.copy_(block["fc2.weight"])
-    if expert.kind == "random":
-        return 0
-    if ffn.norm is None:
-        return 2
     ffn.norm.weight.copy_(block["final_layer_norm.weight"])
     ffn.norm.bias.copy_(block["final_layer_norm.bias"])
-    return 4
+    return len(block)
 
 
 @torch.no_grad()
@@ -251,41 +220,8 @@ def new_rows(model: MoTLlama, seed: int) -> None:
 
 
 @torch.no_grad()
-def codec_rows(model: MoTLlama, info: dict, seed: int) -> None:
-    """Replaces the embeddings of the codes by the code vectors of the dataset's codec: codes that sound alike start
-    alike. One random orthonormal map to Llama's width keeps their distances; the scale is that of `new_rows`.
-
-    `info`: dataset.json, which names the codec. Its weights are only read; the codec itself is not loaded.
-    """
-    layout = model.layout
-    if layout.ids != "offset":
-        raise UserError("--codec-rows needs --ids offset: with shared ids a code has one embedding for all codebooks.")
-    place, path = info.get("weights"), local_codec(info.get("weights"))
-    if path is None or info.get("weights_sha256") not in (None, hash_weights(path)):
-        raise UserError(f"--codec-rows: the codec of the dataset ({place}) is not on this machine, or has changed.")
-    file = path / "model.safetensors"
-    names = [f"quantizer.layers.{k}.codebook.embed" for k in range(layout.codebooks)]
-    try:
-        with safe_open(file, "pt") as weights:
-            vectors = torch.cat([weights.get_tensor(name).float() for name in names])
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"--codec-rows: {file} holds no code vectors of an EnCodec ({error}).") from None
-    if len(vectors) != layout.code_ids:
-        raise UserError(f"--codec-rows: {file} has {len(vectors)} code vectors, not {layout.code_ids}.")
-    with gathered(model.audio_embed, write=True):
-        rows = model.audio_embed.weight[: layout.code_ids]
-        draw = torch.Generator().manual_seed(torch_seed(seed, "codec rows"))
-        width = vectors.shape[1]
-        outward = nn.init.orthogonal_(torch.empty(model.audio_embed.weight.shape[1], width), generator=draw)
-        drawn = vectors @ outward.T
-        with gathered(model.llama.model.embed_tokens):
-            spread = float(model.llama.model.embed_tokens.weight.float().std())
-        rows.copy_(drawn * (NEW_ROW_SCALE * spread / drawn.std()))
-
-
-@torch.no_grad()
-def calibrate(model: MoTLlama, batch: dict, zero: bool) -> None:
-    """Sets each gain so that the expert is as loud as the Llama block it replaces, measured on one batch; or to 0."""
+def calibrate(model: MoTLlama, batch: dict) -> None:
+    """Sets each gain so that the expert is as loud as the Llama block it replaces, measured on one batch."""
     device = _device(model.llama)
     ids, books, mask = (batch[k][:1, :CALIBRATION_POSITIONS].to(device) for k in ("input_ids", "codebooks", "mask"))
     with gathered(model.llama.model.embed_tokens), gathered(model.audio_embed), gathered(model.codebook_embed):
@@ -299,7 +235,7 @@ def calibrate(model: MoTLlama, batch: dict, zero: bool) -> None:
                 h = before_ffn(audio, layer, x, route).flatten(0, 1)[music]
                 audio.ffn.gain.fill_(1.0)
                 llama_rms, expert_rms = (y.float().pow(2).mean().sqrt() for y in (layer.mlp(h), audio.ffn(h)))
-                audio.ffn.gain.fill_(0.0 if zero else float(llama_rms / expert_rms.clamp(min=1e-12)))
+                audio.ffn.gain.fill_(float(llama_rms / expert_rms.clamp(min=1e-12)))
             x = feed(audio, layer, x, route)
 
 

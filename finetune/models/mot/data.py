@@ -1,10 +1,7 @@
-"""A token dataset as Llama MoT's training set: tokenizers, which part of a clip is used, padding, coverage.
+"""A token dataset as Llama MoT's training set: tokenizer, which part of a clip is used, padding, coverage.
 
 Shapes: B clips, L positions, C codebooks.
 """
-
-import json
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,50 +14,43 @@ from common.runtime import Process, say
 from common.text_lengths import count_tokens
 from common.tokens import TokenDataset
 from models.mot.layout import Layout, music
-from models.mot.meta import is_tiktoken, read_tiktoken
 
-# Maximum positions per sequence, tokens per caption (with BOS) and codes per clip.
-PROFILES = {
-    "default": {"max_seq": 2304, "max_text": 192, "max_audio": 2000},
-    "legacy": {"max_seq": 1024, "max_text": 31, "max_audio": 992},
-}
+MAX_TEXT = 192  # tokens per caption, with BOS; MusicCaps' longest has about 150
 
 
 # ---- text ------------------------------------------------------------------------------------------------------
 
 
 class Tokenizer:
-    """Llama-3's fast tokenizer (tokenizer.json), or tokenizer.model in the format of tiktoken (Meta's Llama 3) or of
-    SentencePiece."""
+    """Llama-3's tokenizer (tokenizer.json)."""
 
     def __init__(self, path: str):
-        folder = hub.folder(path)
-        self.source = path
-        only_model = not (folder / "tokenizer.json").is_file()
-        if only_model and not (folder / "tokenizer.model").is_file():
-            raise UserError(f"--model {path} has neither tokenizer.json nor tokenizer.model.")
-        if only_model and not is_tiktoken(folder / "tokenizer.model"):
-            from sentencepiece import SentencePieceProcessor
+        from transformers import AutoTokenizer
 
-            try:
-                model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-            except (OSError, RuntimeError) as error:
-                raise UserError(f"--model {path}: tokenizer.model is not a SentencePiece model ({error}).") from None
-            self.encode_all, self.bos, self.size = model.encode, model.bos_id(), model.vocab_size()
-            self.identity = lambda: repr(model.serialized_model_proto())
-            self.piece = model.id_to_piece
-        else:
-            model = read_tiktoken(folder / "tokenizer.model") if only_model else load_tokenizer(path, folder)
-            self.encode_all = lambda texts: model(texts, add_special_tokens=False).input_ids
-            self.bos, self.size = model.bos_token_id, len(model)
-            self.piece = lambda number: model.decode([number])
-            self.identity = lambda: model.backend_tokenizer.to_str()  # changes with anything that ids depend on
-        if self.bos is None or self.bos < 0:
+        folder = hub.folder(path)
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(f"--model {path} has no tokenizer.json.")
+        try:
+            self.model = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model {path}: no usable tokenizer ({str(error).splitlines()[0]})") from None
+        self.source, self.bos, self.size = path, self.model.bos_token_id, len(self.model)
+        if self.bos is None:
             raise UserError(f"--model {path}: its tokenizer has no BOS token, with which every sequence begins.")
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, after BOS."""
-        return [np.array([self.bos, *ids], dtype=np.int64) for ids in self.encode_all(texts)] if texts else []
+        if not texts:
+            return []
+        encoded = self.model(texts, add_special_tokens=False).input_ids
+        return [np.array([self.bos, *ids], dtype=np.int64) for ids in encoded]
+
+    def identity(self) -> str:
+        """Changes with anything that the ids of a text depend on."""
+        return self.model.backend_tokenizer.to_str()
+
+    def piece(self, number: int) -> str:
+        return self.model.decode([number])
 
     @property
     def no_text(self) -> np.ndarray:
@@ -68,31 +58,17 @@ class Tokenizer:
         return np.array([self.bos], dtype=np.int64)
 
 
-def load_tokenizer(path: str, folder: Path):
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {path}: no usable tokenizer ({str(error).splitlines()[0]})") from None
-
-
 # ---- clips -----------------------------------------------------------------------------------------------------
 
 
-def limits_of(config) -> dict[str, int]:
-    """The maximum lengths: the profile's, or those of flags that are not 0."""
-    return {name: getattr(config, name) or value for name, value in PROFILES[config.profile].items()}
-
-
-def check_coverage(tokens: TokenDataset, min_coverage: float) -> None:
-    """Refuses a dataset that holds too few of the clips that its source lists, such as 50 of 5233."""
+def check_coverage(tokens: TokenDataset) -> None:
+    """Refuses a dataset that holds less than half of the clips that its source lists, such as 50 of 5233."""
     rows, wanted = len(tokens), tokens.info.get("wanted", len(tokens))
     say(f"{tokens.folder}: {rows} of {wanted} clips of its source are encoded ({100 * rows / max(1, wanted):.1f} %)")
-    if rows < min_coverage * wanted:
+    if rows < wanted / 2:
         raise UserError(
             f"{tokens.folder} holds {rows} of the {wanted} clips of its source: encode the rest (data/encode.py resumes"
-            f" where it stopped), or lower --min-coverage {min_coverage:g}."
+            " where it stopped), or list only the clips that you have in the source."
         )
 
 
@@ -115,7 +91,6 @@ class Clips:
                 f"--model {tokenizer.source}: the tokenizer has {tokenizer.size} ids but the model only"
                 f" {layout.vocab} embeddings: they do not belong together."
             )
-        self.limits = limits_of(config)
         self.kept = rows_to_use(tokens, config, train)
         self.weights = tokens.weights()  # of the clips' losses; None: all alike
         if train and self.weights is not None:
@@ -127,16 +102,10 @@ class Clips:
             tokenizer.identity,
             process,
         )
-        lengths = self.text_room = self._check_texts(sizes[:, 0].astype(np.int64))
-        if train and config.aspect_captions:
-            lengths = self.text_room = np.maximum(lengths, self._aspect_sizes(process))
-        room = layout.frames_in(self.limits["max_seq"] - lengths)
-        # Music gets the positions that the caption leaves, in whole frames.
-        self.window = np.minimum(room, self.limits["max_audio"] // layout.codebooks)
-        if len(self.window) and self.window.min() < 1:
-            raise UserError(f"--max-seq {self.limits['max_seq']} leaves no room for music beside the longest caption.")
+        text_lengths = self._check_texts(sizes[:, 0].astype(np.int64))
+        self.window = config.max_audio // layout.codebooks  # frames
         self.frames = tokens.frames[self.kept].astype(np.int64)
-        self.lengths = lengths + layout.positions(np.minimum(self.frames, self.window))
+        self.lengths = text_lengths + layout.positions(np.minimum(self.frames, self.window))
         self.codebook_weights = weights = np.array(config.codebook_weights, dtype=np.float64)
         if len(weights) != layout.codebooks or not (weights >= 0).all() or not weights.any():
             raise UserError(
@@ -153,8 +122,7 @@ class Clips:
 
     def _check_texts(self, sizes: np.ndarray) -> np.ndarray:
         """Tokens per caption as it is used; over-long captions are refused, cut, or dropped with their clips."""
-        limit, policy = self.limits["max_text"], self.config.over_long_text
-        long, empty = np.flatnonzero(sizes > limit), np.flatnonzero(sizes == 1)
+        long, empty = np.flatnonzero(sizes > MAX_TEXT), np.flatnonzero(sizes == 1)
         if len(empty) and self.train and not self.config.allow_empty_text:
             raise UserError(
                 f"{self.tokens.folder}: clip {self._id(empty[0])!r} has no caption ({len(empty)} in all); add"
@@ -162,37 +130,17 @@ class Clips:
             )
         if not len(long):
             return sizes
-        if self.config.profile == "legacy" or policy == "cut":
-            say(f"{len(long)} of {len(self)} captions of {self.tokens.folder} are cut to {limit} tokens")
-            return np.minimum(sizes, limit)
-        if policy == "drop":
-            say(f"warning: {len(long)} clips of {self.tokens.folder} with captions over {limit} tokens are dropped")
-            self.kept = self.kept[sizes <= limit]
-            return sizes[sizes <= limit]
+        if self.config.over_long_text == "cut":
+            say(f"{len(long)} of {len(self)} captions of {self.tokens.folder} are cut to {MAX_TEXT} tokens")
+            return np.minimum(sizes, MAX_TEXT)
+        if self.config.over_long_text == "drop":
+            say(f"warning: {len(long)} clips of {self.tokens.folder} with captions over {MAX_TEXT} tokens are dropped")
+            self.kept = self.kept[sizes <= MAX_TEXT]
+            return sizes[sizes <= MAX_TEXT]
         raise UserError(
-            f"{self.tokens.folder}: the caption of clip {self._id(long[0])!r} has {sizes[long[0]]}"
-            f" tokens, over --max-text {limit} ({len(long)} in all): raise it, or use --over-long-text drop or cut."
+            f"{self.tokens.folder}: the caption of clip {self._id(long[0])!r} has {sizes[long[0]]} tokens, over the"
+            f" limit of {MAX_TEXT} ({len(long)} in all): shorten it, or use --over-long-text drop or cut."
         )
-
-    def _aspect_sizes(self, process: Process | None) -> np.ndarray:
-        """Tokens per list of aspects in its own order."""
-        if self.tokens.column("aspects") is None:
-            raise UserError(
-                f"--aspect-captions: {self.tokens.folder} has no aspects; encode it again with --format musiccaps,"
-                " from a CSV with the column aspect_list."
-            )
-
-        def count(part: range) -> list[int]:
-            return [len(ids) for ids in self.tokenizer([", ".join(self._aspects(clip)) for clip in part])]
-
-        def depends_on() -> str:
-            return f"{self.tokenizer.identity()} aspects"
-
-        sizes = count_tokens(count, self.tokens, self.kept, depends_on, process)
-        return np.minimum(sizes[:, 0].astype(np.int64), self.limits["max_text"])
-
-    def _aspects(self, clip: int) -> list[str]:
-        return json.loads(self.tokens.label("aspects", self.kept[clip]) or "[]")
 
     def _id(self, clip: int) -> str:
         return self.tokens.id(self.kept[clip])
@@ -205,7 +153,7 @@ class Clips:
 
     def part(self, clip: int, epoch: int) -> tuple[int, int, bool]:
         """First frame, end frame and whether the clip's true end is included; training windows start anywhere."""
-        frames, window = int(self.frames[clip]), int(self.window[clip])
+        frames, window = int(self.frames[clip]), self.window
         if frames <= window:
             return 0, frames, True
         start = 0
@@ -225,19 +173,14 @@ class Clips:
     def caption(self, clip: int) -> np.ndarray:
         """The clip's own caption's ids."""
         [ids] = self.tokenizer([self.tokens.text(self.kept[clip])])
-        return ids[: self.limits["max_text"]]
+        return ids[:MAX_TEXT]
 
     def text(self, clip: int, epoch: int) -> np.ndarray:
         """The caption's ids; a keyed fraction of the training samples has no caption."""
-        key = (self.config.seed, epoch, self._id(clip))
-        dropped = keyed_random.uniform(*key, "caption") < self.config.text_dropout
-        if self.train and not dropped and keyed_random.uniform(*key, "aspects") < self.config.aspect_captions:
-            aspects = self._aspects(clip)
-            if aspects:
-                order = keyed_random.generator(*key, "aspect order").permutation(len(aspects))
-                [ids] = self.tokenizer([", ".join(aspects[i] for i in order)])
-                return ids[: self.text_room[clip]]  # another order may take a token more than the listed one
-        return self.tokenizer.no_text if self.train and dropped else self.caption(clip)
+        draw = keyed_random.uniform(self.config.seed, epoch, self._id(clip), "caption")
+        if self.train and draw < self.config.text_dropout:
+            return self.tokenizer.no_text
+        return self.caption(clip)
 
     def batch(self, clips, epoch: int = 0, texts: list[np.ndarray] | None = None) -> dict:
         """These clips as right-padded tensors; `texts`: captions to use instead of their own."""

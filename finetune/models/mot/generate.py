@@ -17,8 +17,10 @@ from common.keyed_random import torch_seed
 from common.loss import IGNORE
 from common.runtime import Process
 from models.mot.data import Clips, pad
-from models.mot.layout import code_ids, music
+from models.mot.layout import Layout, code_ids, music
 from models.mot.network import MoTLlama
+
+LONGEST_SAMPLE = 1.25  # times the longest evaluation clip
 
 
 class _Rows:
@@ -62,42 +64,55 @@ def generate(
     *,
     no_text: np.ndarray | None = None,
     min_frames: int = 1,
-    temperature: float | list[float] = 1.0,
+    temperature: float = 1.0,
     top_k: int = 250,
     guidance: float = 1.0,
     prefixes: list[np.ndarray] | None = None,
     all_steps: bool = False,
 ) -> list[tuple[np.ndarray, bool]]:
-    """New codes (T, C) for each prompt, and whether it ended by itself.
+    """New codes (T, C) for each of R prompts, and whether it ended by itself.
 
-    `temperature`: 0 is greedy; a list has one value per codebook. `guidance` w: logits u + w (c - u), where u are the
-    logits without a caption (`no_text`). `prefixes`: codes (T, C) to continue, not returned. `seeds`: one per prompt,
-    whose result does not depend on the other prompts. `all_steps`: run all steps even if all prompts have ended: under
-    ZeRO-3 every rank must run the model equally often.
+    `temperature`: 0 is greedy. `guidance` w: logits u + w (c - u), where u are the logits without a caption
+    (`no_text`). `prefixes`: codes (T, C) to continue, not returned. `seeds`: one per prompt, whose result does not
+    depend on the other prompts. `all_steps`: run all steps even if all prompts have ended: under ZeRO-3 every rank must
+    run the model equally often.
     """
-    layout, c = model.layout, model.layout.codebooks
+    layout, count = model.layout, len(texts)
     device = device or next(model.llama.parameters()).device
-    temperatures = temperature if isinstance(temperature, list) else [temperature] * c
-    prefixes = prefixes or [np.zeros((0, c), dtype=np.int64)] * len(texts)
+    prefixes = prefixes or [np.zeros((0, layout.codebooks), dtype=np.int64)] * count
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-    guided = guidance != 1.0
+    codes = np.zeros((count, max_frames, layout.codebooks), dtype=np.int64)
+    ends = np.full(count, max_frames)  # each row's first frame that is not played
+    copies = 1
+    if guidance != 1.0:  # every row once more, without its caption
+        texts, prefixes, copies = texts + [no_text] * count, prefixes * 2, 2
 
     with evaluating(model), sdpa_inside(model.llama):
-        rows = _Rows(model, texts + [no_text] * len(texts) * guided, prefixes * (1 + guided), device)
-
-        def choose(k: int, frame: int) -> list[int]:
-            """The next code of each prompt; `layout.size` stands for A_EOS."""
-            logits = model.head(rows.hidden, codebook=k)
-            if guided:
-                caption, none = logits.chunk(2)
-                logits = none + guidance * (caption - none)
-            logits = logits.cpu()
-            if k == 0 and frame < min_frames:
-                logits[:, layout.size] = -torch.inf
-            return [_pick(row, temperatures[k], top_k, draw) for row, draw in zip(logits, draws, strict=True)]
-
-        loop = _flat if layout.order == "flat" else _delay
-        return loop(rows, choose, layout, len(texts), max_frames, prefixes, 1 + guided, all_steps)
+        rows = _Rows(model, texts, prefixes, device)
+        steps = _steps(layout, max_frames)
+        for step, places in enumerate(steps):
+            for frame, k in places:
+                logits = model.head(rows.hidden, codebook=k)
+                if guidance != 1.0:
+                    caption, none = logits.chunk(2)
+                    logits = none + guidance * (caption - none)
+                logits = logits.cpu()
+                if k == 0 and frame < min_frames:
+                    logits[:, layout.size] = -torch.inf  # A_EOS
+                for row in np.flatnonzero(frame < ends):
+                    code = _pick(logits[row], temperature, top_k, draws[row])
+                    if code == layout.size:
+                        ends[row] = frame
+                    else:
+                        codes[row, frame, k] = code
+            if step + 1 == len(steps):
+                break
+            oldest_frame, _ = steps[step + 1][-1]
+            if (ends <= oldest_frame).all() and not all_steps:
+                break
+            ids, books = _next_input(layout, step, codes, ends, prefixes[:count])
+            rows.feed(ids.repeat(copies, 1), books.repeat(copies, 1))
+    return [(codes[row, :end].astype(np.int16), bool(end < max_frames)) for row, end in enumerate(ends)]
 
 
 def _pick(logits, temperature: float, top_k: int, draw) -> int:
@@ -109,62 +124,36 @@ def _pick(logits, temperature: float, top_k: int, draw) -> int:
     return int(torch.multinomial(logits.softmax(-1), 1, generator=draw))
 
 
-def _flat(rows, choose, layout, count, max_frames, prefixes, copies, all_steps):
-    """The steps of the flat layout: one code each."""
-    c, ends = layout.codebooks, [None] * count
-    codes = np.zeros((max_frames, c, count), dtype=np.int64)
-    for frame in range(max_frames):
-        for k in range(c):
-            chosen = choose(k, frame)
-            for row in range(count):
-                if k == 0 and ends[row] is None and chosen[row] == layout.size:
-                    ends[row] = frame
-                # A row that has ended stays in the batch but is ignored.
-                codes[frame, k, row] = 0 if ends[row] is not None else chosen[row]
-            if frame + 1 == max_frames and k + 1 == c:
-                break
-            ids = torch.from_numpy(codes[frame, k] + layout.first(k)).repeat(copies)[:, None]
-            rows.feed(ids, torch.full_like(ids, k))
-        if all(end is not None for end in ends) and not all_steps:
-            break
-    return _finished(codes, ends, max_frames)
-
-
-def _delay(rows, choose, layout, count, max_frames, prefixes, copies, all_steps):
-    """The steps of the delay layout: step s chooses codebook k's code of frame s - k, counted from the prefix's end."""
-    c, ends = layout.codebooks, [None] * count
-    codes = np.zeros((max_frames, c, count), dtype=np.int64)
-    known = [code_ids(prefix, layout) for prefix in prefixes[:count]]
-    steps = max_frames + c - 1
-    for step in range(steps):
-        ids = np.full((count, c), layout.bos, dtype=np.int64)
-        for k in range(c):
-            frame = step - k
-            chosen = choose(k, frame) if 0 <= frame < max_frames else None
-            for row in range(count):
-                if frame < 0 and -frame <= len(known[row]):
-                    ids[row, k] = known[row][frame, k]
-                    continue
-                if chosen is not None and k == 0 and ends[row] is None and chosen[row] == layout.size:
-                    ends[row] = frame
-                if frame >= (max_frames if ends[row] is None else ends[row]):
-                    ids[row, k] = layout.eos
-                elif frame >= 0:
-                    codes[frame, k, row] = chosen[row]
-                    ids[row, k] = chosen[row] + layout.first(k)
-        if step + 1 == steps or (not all_steps and all(e is not None and step - (c - 1) >= e - 1 for e in ends)):
-            break
-        ids = torch.from_numpy(ids).repeat(copies, 1)
-        rows.feed(ids, torch.where(ids < layout.bos, torch.arange(c), c))
-    return _finished(codes, ends, max_frames)
-
-
-def _finished(codes, ends, max_frames):
-    lengths = [max_frames if end is None else end for end in ends]
+def _steps(layout: Layout, max_frames: int) -> list[list[tuple[int, int]]]:
+    """The (frame, codebook) pairs that each step chooses: one in the flat layout; in the delay layout one per codebook,
+    codebook k's k frames earlier."""
+    codebooks = range(layout.codebooks)
+    if layout.order == "flat":
+        return [[(frame, k)] for frame in range(max_frames) for k in codebooks]
     return [
-        (codes[:length, :, row].astype(np.int16), end is not None)
-        for row, (length, end) in enumerate(zip(lengths, ends, strict=True))
+        [(step - k, k) for k in codebooks if 0 <= step - k < max_frames]
+        for step in range(max_frames + layout.codebooks - 1)
     ]
+
+
+def _next_input(layout: Layout, step: int, codes, ends, prefixes: list[np.ndarray]):
+    """Ids and codebooks (R, channels) of the position after a step."""
+    if layout.order == "flat":
+        frame, k = divmod(step, layout.codebooks)
+        ids = torch.from_numpy(codes[:, frame, k] + layout.first(k))[:, None]
+        return ids, torch.full_like(ids, k)
+    ids = np.full((len(codes), layout.codebooks), layout.bos)
+    for row, prefix in enumerate(prefixes):
+        for k in range(layout.codebooks):
+            frame = step - k  # negative: of the prefix, counted from its end
+            if frame >= ends[row]:
+                ids[row, k] = layout.eos
+            elif frame >= 0:
+                ids[row, k] = layout.first(k) + codes[row, frame, k]
+            elif -frame <= len(prefix):
+                ids[row, k] = layout.first(k) + int(prefix[frame, k])
+    ids = torch.from_numpy(ids)
+    return ids, torch.where(ids < layout.bos, torch.arange(layout.codebooks), layout.codebooks)
 
 
 # ---- samples of a run ------------------------------------------------------------------------------------------
@@ -176,12 +165,14 @@ def collapse(codes: np.ndarray) -> dict:
     return {"repeats": samples.repeat_share(codes), "distinct_codes": distinct}
 
 
-def sample(model: MoTLlama, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list:
-    """Generates music for a few evaluation captions, spread over all ranks; returns the decoders it started."""
+def sample(
+    model: MoTLlama, clips: Clips, sampling: dict, folder: Path, step: int, process: Process, all_ranks_must_join: bool
+) -> list:
+    """Generates music for a few evaluation captions, spread over all ranks; returns the decoders it started.
+    `sampling`: see generate."""
     config = clips.config
     prompts = samples.choose_prompts(clips)
-    cap = config.sample_frames or int(1.25 * clips.frames.max())
-    sampling = {"temperature": config.temperature, "top_k": config.top_k, "guidance": config.guidance}
+    cap = int(LONGEST_SAMPLE * clips.frames.max())
     rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
 
     def generate_share(prompts: list[dict]) -> list:

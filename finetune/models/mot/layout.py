@@ -20,17 +20,12 @@ from common.loss import IGNORE
 class Layout:
     vocab: int  # ids below are Llama's own, all others are music
     codebooks: int = 4
-    size: int = 2048  # codes per codebook
-    ids: str = "offset"  # offset: separate ids per codebook; shared: the same for all
+    size: int = 2048  # codes per codebook; each codebook has ids of its own
     order: str = "flat"
 
     @property
-    def code_ids(self) -> int:
-        return self.size * (self.codebooks if self.ids == "offset" else 1)
-
-    @property
     def bos(self) -> int:
-        return self.vocab + self.code_ids
+        return self.vocab + self.size * self.codebooks
 
     @property
     def eos(self) -> int:
@@ -39,7 +34,7 @@ class Layout:
     @property
     def rows(self) -> int:
         """Ids beyond Llama's: codes, A_BOS, A_EOS."""
-        return self.code_ids + 2
+        return self.size * self.codebooks + 2
 
     @property
     def channels(self) -> int:
@@ -48,14 +43,10 @@ class Layout:
 
     def first(self, codebook):
         """Id of a codebook's code 0."""
-        return self.vocab + self.size * codebook * (self.ids == "offset")
+        return self.vocab + self.size * codebook
 
     def positions(self, frames):
         return 1 + self.codebooks * frames if self.order == "flat" else frames + self.codebooks - 1
-
-    def frames_in(self, positions):
-        """Maximum frames of a whole clip that fit."""
-        return (positions - 1) // self.codebooks if self.order == "flat" else positions - self.codebooks + 1
 
     def targets(self, frames, final: bool) -> np.ndarray:
         """Number of labels per codebook, from the length alone."""
@@ -77,26 +68,6 @@ def code_ids(codes_tc: np.ndarray, layout: Layout) -> np.ndarray:
     return codes + layout.first(np.arange(layout.codebooks))
 
 
-def flatten(codes_tc: np.ndarray, layout: Layout) -> np.ndarray:
-    """Ids in sequence order: all codebooks of frame 0, then of frame 1, ..."""
-    return code_ids(codes_tc, layout).reshape(-1)
-
-
-def unflatten(ids: np.ndarray, layout: Layout) -> np.ndarray:
-    """Codes (T, C) from a flat stream of code ids; an id of the wrong codebook is an error."""
-    ids = np.asarray(ids, dtype=np.int64)
-    if len(ids) % layout.codebooks:
-        raise UserError(f"{len(ids)} ids are not whole frames of {layout.codebooks} codebooks.")
-    codes = ids.reshape(-1, layout.codebooks) - layout.first(np.arange(layout.codebooks))
-    wrong = np.argwhere((codes < 0) | (codes >= layout.size))
-    if len(wrong):
-        frame, codebook = wrong[0]
-        raise UserError(
-            f"id {ids.reshape(codes.shape)[frame, codebook]} at frame {frame} is not a code of codebook {codebook}."
-        )
-    return codes
-
-
 def music(codes_tc: np.ndarray, layout: Layout, final: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Input ids (P, channels), their codebook (P, channels; C stands for A_BOS and A_EOS) and labels (P, C).
 
@@ -106,7 +77,7 @@ def music(codes_tc: np.ndarray, layout: Layout, final: bool) -> tuple[np.ndarray
     frames, c = len(codes_tc), layout.codebooks
     ids = code_ids(codes_tc, layout)
     if layout.order == "flat":
-        inputs = np.concatenate([[layout.bos], ids.reshape(-1)])
+        inputs = np.concatenate([[layout.bos], ids.reshape(-1)])  # all codebooks of frame 0, then of frame 1, ...
         place = np.arange(len(inputs))
         codebook = np.where(place == 0, c, (place - 1) % c)
         labels = np.full((len(inputs), c), IGNORE, dtype=np.int64)

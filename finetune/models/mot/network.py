@@ -68,11 +68,10 @@ def routed(x, route: Route, text, audio):
 class Expert:
     """What the music experts are made of; written to adapter_config.json, so that reloading needs no MusicGen."""
 
-    kind: str  # musicgen, musicgen_absorbed, llama or random
+    kind: str  # musicgen or llama
     width: int  # of the donor (MusicGen)
     ffn: int
     activation: str = "gelu"
-    gain: str = "scalar"  # or channel
     layer_map: tuple[int, ...] = ()  # donor layer of each Llama layer
 
 
@@ -81,22 +80,22 @@ class MusicGenExpert(nn.Module):
 
     def __init__(self, hidden: int, expert: Expert):
         super().__init__()
-        inner = hidden if expert.kind == "musicgen_absorbed" else expert.width
-        projected = inner != hidden
-        self.proj_in = nn.Linear(hidden, inner, bias=False) if projected else None
-        # Absorbed projections leave no place for the norm between them: only Llama's own is applied.
-        self.norm = None if expert.kind == "musicgen_absorbed" else nn.LayerNorm(inner)
-        self.fc1 = nn.Linear(inner, expert.ffn, bias=False)
-        self.fc2 = nn.Linear(expert.ffn, inner, bias=False)
-        self.proj_out = nn.Linear(inner, hidden, bias=False) if projected else None
-        self.gain = nn.Parameter(torch.ones(hidden if expert.gain == "channel" else 1))
+        projected = expert.width != hidden
+        self.proj_in = nn.Linear(hidden, expert.width, bias=False) if projected else None
+        self.norm = nn.LayerNorm(expert.width)
+        self.fc1 = nn.Linear(expert.width, expert.ffn, bias=False)
+        self.fc2 = nn.Linear(expert.ffn, expert.width, bias=False)
+        self.proj_out = nn.Linear(expert.width, hidden, bias=False) if projected else None
+        self.gain = nn.Parameter(torch.ones(1))
         self.activation = ACT2FN[expert.activation]
 
     def forward(self, x_nh):
-        for module in (self.proj_in, self.norm):
-            x_nh = module(x_nh) if module is not None else x_nh
-        x_nh = self.fc2(self.activation(self.fc1(x_nh)))
-        return self.gain * (self.proj_out(x_nh) if self.proj_out is not None else x_nh)
+        if self.proj_in is not None:
+            x_nh = self.proj_in(x_nh)
+        x_nh = self.fc2(self.activation(self.fc1(self.norm(x_nh))))
+        if self.proj_out is not None:
+            x_nh = self.proj_out(x_nh)
+        return self.gain * x_nh
 
 
 class AudioAttention(nn.Module):
@@ -130,14 +129,13 @@ class AudioHead(nn.Module):
     """Output rows of the music ids, and the loss over them. Only forward reads weights: there ZeRO-3 gathers them.
 
     The classes of a softmax are the rows of the predicted codebook (and A_EOS for codebook 0), because generation only
-    ever chooses among these. With `text_head` they are all text and music rows, as in an ordinary language model.
+    ever chooses among these.
     """
 
-    def __init__(self, layout: Layout, hidden: int, text_head: nn.Parameter | None = None):
+    def __init__(self, layout: Layout, hidden: int):
         super().__init__()
         self.layout = layout
         self.weight = nn.Parameter(torch.empty(layout.rows, hidden))
-        self.text = text_head  # Llama's own parameter, registered here too so that ZeRO-3 gathers it
 
     def _classes(self, codebook: int):
         first = self.layout.first(codebook) - self.layout.vocab
@@ -160,24 +158,21 @@ class AudioHead(nn.Module):
             weights_c = torch.ones(layout.codebooks, device=hidden_nh.device)
         for k, rows in enumerate(targets):
             ids = labels_nc[:, k].index_select(0, rows)
-            if self.text is None:
-                weight, classes = self._classes(k), ids - layout.first(k)
-                if k == 0:
-                    classes = classes.masked_fill(ids == layout.eos, layout.size)
-            else:
-                weight, classes = self.weight, ids - layout.vocab
+            classes = ids - layout.first(k)
+            if k == 0:
+                classes = classes.masked_fill(ids == layout.eos, layout.size)
             weights = weights_c[k].expand(len(rows), 1)
             if weights_n is not None:
                 weights = weights * weights_n.index_select(0, rows)[:, None]
             hidden = hidden_nh.index_select(0, rows)
-            loss, losses = rows_loss(hidden, weight, classes[:, None], weights, self.text)
+            loss, losses = rows_loss(hidden, self._classes(k), classes[:, None], weights)
             loss_sum = loss_sum + loss
             sums += [losses.sum(), losses.new_full((), len(rows))]
         return loss_sum, torch.stack(sums).view(-1, 2).T
 
     def uniform_loss(self) -> float:
         """ln(classes): the loss of a head that has learned nothing yet."""
-        return math.log(self.layout.size if self.text is None else self.layout.vocab + self.layout.rows)
+        return math.log(self.layout.size)
 
 
 # ---- one layer -------------------------------------------------------------------------------------------------
@@ -223,16 +218,14 @@ def run_layer(audio: AudioLayer, layer, x, route: Route, mask, rope, cache=None)
 
 
 class MoTLlama(nn.Module):
-    def __init__(
-        self, llama, layout: Layout, expert: Expert, untie: str, layers: list[AudioLayer], full_vocab: bool = False
-    ):
+    def __init__(self, llama, layout: Layout, expert: Expert, untie: str, layers: list[AudioLayer]):
         super().__init__()
         hidden = llama.config.hidden_size
         self.layout, self.expert, self.untie = layout, expert, untie
         self.llama = llama
         self.audio_embed = nn.Embedding(layout.rows, hidden)
         self.codebook_embed = nn.Embedding(layout.codebooks + 1, hidden)
-        self.head = AudioHead(layout, hidden, llama.lm_head.weight if full_vocab else None)
+        self.head = AudioHead(layout, hidden)
         self.layers = nn.ModuleList(layers)
         self.recompute = False  # gradient checkpointing
         self.run_layer = run_layer  # or its compiled form

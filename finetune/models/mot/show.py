@@ -64,7 +64,7 @@ def clip_facts(clips: Clips, clip: int, epoch: int, batch: dict) -> dict:
         "frames": f"{start} to {end} of {clips.frames[clip]} ({(end - start) / rate:.2f} s)"
         + ("" if final else ", cut before the end: no A_EOS"),
         "positions": batch["input_ids"].shape[1],
-        "layout": f"{layout.order}, ids {layout.ids}",
+        "layout": layout.order,
         "ids of code 0": " ".join(str(layout.first(k)) for k in range(layout.codebooks)),
         "special ids": f"A_BOS {layout.bos}, A_EOS {layout.eos}",
     }
@@ -112,11 +112,8 @@ def predict(model: MoTLlama, batch: dict, codes: Codes, compute_loss, process: P
 
 def logits_of(model: MoTLlama, hidden_nh: torch.Tensor, codebook: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (N, classes) of a codebook, and the ids of the classes."""
-    layout, head, device = model.layout, model.head, hidden_nh.device
-    if head.text is not None:  # --loss-vocab all
-        rows = torch.cat([head.text, head.weight])
-        return F.linear(hidden_nh, rows).float(), torch.arange(len(rows), device=device)
+    layout, device = model.layout, hidden_nh.device
     ids = layout.first(codebook) + torch.arange(layout.size, device=device)
     if codebook == 0:
         ids = torch.cat([ids, torch.tensor([layout.eos], device=device)])
-    return head(hidden_nh, codebook=codebook), ids
+    return model.head(hidden_nh, codebook=codebook), ids

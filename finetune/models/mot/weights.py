@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import re
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from common.checkpoint import write_json
 from common.codec import FILE, codec_identity, refuse_other_codec
 from common.engine import full_weights, gathered
 from common.errors import UserError
-from common.runtime import Process, on_main, say
+from common.runtime import Process, on_main
 from models.mot.build import load_llama
 from models.mot.layout import Layout
 from models.mot.network import AudioLayer, Expert, MoTLlama
@@ -88,7 +87,7 @@ def describe(model: MoTLlama, base: str, fingerprint: str, tokens: dict, trainin
 def check_codec(tokens, adapter: str, process: Process) -> None:
     """Refuses codes of another codec than MusicGen's, or than that of the adapter which is trained further."""
     expected, who = {"name": "encodec", "sample_rate": 32000, "hop": 640}, "Llama MoT"
-    if adapter and not adapter.endswith(".pt"):
+    if adapter:
         expected, who = codec_identity(read_description(Path(adapter))["codec"]), f"--adapter {adapter}"
     on_main(lambda: refuse_other_codec(tokens, expected, who), process)
 
@@ -128,13 +127,18 @@ def load_adapter(
             f"--model {base} is not the Llama that {folder} was trained on (fingerprint {fingerprint}, adapter"
             f" {description['base_fingerprint']}, trained on {description['base_model_name_or_path']})."
         )
-    expert = Expert(**description["expert"] | {"layer_map": tuple(description["expert"]["layer_map"])})
+    expert = _from_fields(Expert, description["expert"] | {"layer_map": tuple(description["expert"]["layer_map"])})
     layers = [AudioLayer(llama.config, expert, description["untie"]) for _ in llama.model.layers]
-    model = MoTLlama(llama, Layout(**description["layout"]), expert, description["untie"], layers)
+    model = MoTLlama(llama, _from_fields(Layout, description["layout"]), expert, description["untie"], layers)
     fill_adapter(model, folder)
     for parameter in model.adapter().values():
         parameter.data = parameter.data.to(dtype)  # parameters only: the rotary frequencies stay fp32
     return model.eval(), description
+
+
+def _from_fields(kind: type, values: dict):
+    """Adapters of older versions also name ids and gains that are gone; with those their tensors do not fit."""
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
 
 
 def fill_adapter(model: MoTLlama, folder: Path) -> None:
@@ -156,81 +160,3 @@ def fill_adapter(model: MoTLlama, folder: Path) -> None:
             raise UserError(f"{folder}: {name} has shape {tuple(weights[name].shape)}, this model needs {shape}.")
         with gathered([parameter], write=True), torch.no_grad():
             parameter.copy_(weights[name])
-
-
-# ---- checkpoints of the first MoT trainer ----------------------------------------------------------------------
-
-LEGACY = {
-    r"(?:model\.)?layers\.(\d+)\.feed_forward\.local_experts\.\d+\.down_proj\.weight": "layers.{}.ffn.proj_in.weight",
-    r"(?:model\.)?layers\.(\d+)\.feed_forward\.local_experts\.\d+\.up_proj\.weight": "layers.{}.ffn.proj_out.weight",
-}
-
-
-def fill_legacy(model: MoTLlama, file: Path) -> None:
-    """Copies a .pt of the first MoT trainer into a model: projections and the code rows of its head.
-
-    That trainer never saved the code embeddings, nor the random biases of its experts, and its experts had neither
-    LayerNorm nor gain: the result is a starting point, not the same function.
-    """
-    if model.layout.ids != "shared":
-        raise UserError(f"--adapter {file} has shared ids: add --ids shared.")
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)["adapter_state_dict"]
-        items = list(state.items())
-    except Exception as error:  # torch raises many kinds
-        raise UserError(f"--adapter {file} is not a plain torch checkpoint ({type(error).__name__}).") from None
-    adapter = model.adapter()
-    for name, value in items:
-        match = next((m for m in ((re.fullmatch(p, name), t) for p, t in LEGACY.items()) if m[0]), None)
-        if name.removeprefix("model.") == "output.weight":
-            target, value = "head.weight", value[-model.layout.size :]
-        elif match:
-            target = match[1].format(match[0][1])
-        else:
-            raise UserError(f"--adapter {file} holds {name}, for which this model has no place.")
-        if target not in adapter:
-            raise UserError(
-                f"--adapter {file}: {name} has no place: the experts need projections (--experts musicgen)."
-            )
-        parameter = adapter[target]
-        with gathered([parameter], write=True), torch.no_grad():
-            place = parameter[: model.layout.size] if target == "head.weight" else parameter
-            if place.shape != value.shape:
-                raise UserError(f"--adapter {file}: {name} has shape {tuple(value.shape)}, not {tuple(place.shape)}.")
-            place.copy_(value)
-    say(
-        f"loaded all {len(items)} tensors from {file}; a starting point, not the same model: it holds no code"
-        " embeddings and no expert biases, and its experts had no LayerNorm"
-    )
-
-
-# ---- merged tables ---------------------------------------------------------------------------------------------
-
-
-def merge_tables(model: MoTLlama, out: Path) -> None:
-    """Writes a plain Llama folder whose embedding and output tables end with the music rows, for tools that only need
-    ids and embeddings.
-
-    It does not compute what the trained model does: music tokens would pass through the text's layers.
-    """
-    from transformers import LlamaForCausalLM
-
-    llama, layout = model.llama, model.layout
-    rows = -(-(layout.vocab + layout.rows) // 64) * 64
-    config = type(llama.config).from_dict(llama.config.to_dict() | {"vocab_size": rows, "tie_word_embeddings": False})
-    merged = LlamaForCausalLM(config).to(llama.model.norm.weight.dtype)
-    state = dict(llama.state_dict())
-    tables = {"model.embed_tokens.weight": model.audio_embed.weight, "lm_head.weight": model.head.weight}
-    for name, new in tables.items():
-        old = state.get(name, state["model.embed_tokens.weight"])
-        state[name] = torch.cat([old, new, old.new_zeros(rows - len(old) - len(new), old.shape[1])])
-    merged.load_state_dict(state)
-    draft = out.with_name(f".{out.name}.tmp")
-    runs.empty_folder(draft)
-    merged.save_pretrained(draft)
-    note = {
-        "needs": "finetune/models/mot/network.py",
-        "why": "music tokens have their own layers, which are not in this folder",
-    }
-    write_json(draft / "mot_tables.json", note | {"layout": dataclasses.asdict(layout)})
-    draft.rename(out)

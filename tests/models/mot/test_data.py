@@ -1,7 +1,5 @@
 """models/mot/data.py: tokenizers, budgets, windows, caption dropout, coverage."""
 
-import io
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ from common.loss import IGNORE
 from common.tokens import TokenDataset
 from helpers import support
 from llama_mot import Config
-from models.mot.data import Clips, Tokenizer, check_coverage, limits_of
+from models.mot.data import Clips, Tokenizer, check_coverage
 from models.mot.layout import Layout
 
 ENCODEC = {"codec": "encodec", "sample_rate": 32000, "hop": 640, "codebooks": 4, "codebook_size": 2048, "channels": 4}
@@ -47,7 +45,7 @@ def make(tmp_path):
         folder = tmp_path / f"tokens{len(made)}"
         made.append(support.write_tokens(folder, clips, columns=columns, **ENCODEC | (info or {})))
         config = Config(**{"text_dropout": 0.0} | flags)
-        layout = layout or Layout(128256, ids=config.ids, order=config.layout)
+        layout = layout or Layout(128256, order=config.layout)
         return Clips(TokenDataset(str(made[-1])), layout, Words(), config, train)
 
     return call
@@ -62,16 +60,6 @@ def test_captions_are_never_tokenised_all_at_once(make, monkeypatch):
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------------
-
-
-def test_sentencepiece_tokenizer_is_the_librarys(demo_mot):
-    from sentencepiece import SentencePieceProcessor
-
-    text = "The organ slowly plays a trill."
-    model = SentencePieceProcessor(model_file=str(demo_mot / "llama" / "tokenizer.model"))
-    tokenizer = Tokenizer(str(demo_mot / "llama"))
-    assert tokenizer([text])[0].tolist() == [model.bos_id(), *model.encode(text)]
-    assert tokenizer.no_text.tolist() == [1] and model.decode(tokenizer([text])[0][1:].tolist()) == text
 
 
 def test_fast_tokenizer_of_llama_3s_kind(tmp_path):
@@ -96,10 +84,10 @@ def test_fast_tokenizer_of_llama_3s_kind(tmp_path):
 
 
 def test_a_folder_without_tokenizer_or_with_a_broken_one_is_refused(tmp_path):
-    with pytest.raises(UserError, match="neither tokenizer.json nor tokenizer.model"):
+    with pytest.raises(UserError, match="has no tokenizer.json"):
         Tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.model").write_bytes(b"neither that nor tiktoken's\n")
-    with pytest.raises(UserError, match="not a SentencePiece model"):
+    (tmp_path / "tokenizer.json").write_text("no tokenizer")
+    with pytest.raises(UserError, match="no usable tokenizer"):
         Tokenizer(str(tmp_path))
 
 
@@ -108,23 +96,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused(make):
         make([3], [2], layout=Layout(5000))
 
 
-def test_sentencepiece_without_bos_is_refused(tmp_path):
-    from sentencepiece import SentencePieceTrainer
-
-    content = io.BytesIO()
-    words = iter(["some words to learn from"] * 9)
-    SentencePieceTrainer.train(
-        sentence_iterator=words, model_writer=content, vocab_size=30, bos_id=-1, hard_vocab_limit=False, minloglevel=2
-    )
-    (tmp_path / "tokenizer.model").write_bytes(content.getvalue())
-    with pytest.raises(UserError, match="no BOS token"):
-        Tokenizer(str(tmp_path))
-
-
 # ---- budgets and windows -------------------------------------------------------------------------------------------
 
 
-def test_default_profile_holds_whole_captions_and_whole_clips(make):
+def test_whole_captions_and_whole_clips(make):
     clips = make([500, 500], [152, 46])
     for clip, words in enumerate((152, 46)):
         batch = clips.batch([clip])
@@ -134,24 +109,10 @@ def test_default_profile_holds_whole_captions_and_whole_clips(make):
     assert clips.lengths.tolist() == [2154, 2048]
 
 
-def test_legacy_profile_is_1024_positions_with_992_codes(make):
-    clips = make([500, 248, 5], [46, 60, 3], profile="legacy", ids="shared")
-    batch = clips.batch([0])
-    ids, labels = batch["input_ids"][0, :, 0], batch["labels"][0]
-    assert len(ids) == 1024 and int((ids >= 128256).sum()) == 1 + 992
-    assert int(ids[0]) == 128000 and (ids[1:31] == 1004).all() and int(ids[31]) == 130304
-    assert int(ids[ids >= 128256].max()) <= 130304
-    assert int(labels[31, 0]) == int(ids[32]), "the first code is a label"
-    assert int((labels == 130305).sum()) == 0 and (labels[:31] == IGNORE).all()
-    whole = clips.batch([1])
-    assert whole["input_ids"].shape[1] == 1024 and int(whole["labels"][0, -1, 0]) == 130305
-    assert clips.batch([2])["input_ids"].shape[1] == 1 + 3 + 1 + 20
-
-
 @pytest.mark.parametrize("layout", ["flat", "delay"])
 def test_windows_are_whole_frames_anywhere_and_end_only_at_the_true_end(make, layout):
     clips = make([40], [5], max_audio=48, layout=Layout(128256, order=layout))
-    assert clips.window.tolist() == [12]
+    assert clips.window == 12
     codes, starts = clips.tokens.codes(0), set()
     for epoch in range(300):
         start, end, final = clips.part(0, epoch)
@@ -171,16 +132,8 @@ def test_windows_are_whole_frames_anywhere_and_end_only_at_the_true_end(make, la
     assert held_out.part(0, 7) == (0, 12, False)
 
 
-def test_music_gets_what_the_caption_leaves(make):
-    clips = make([500, 500], [10, 90], max_seq=400)
-    assert clips.window.tolist() == [(400 - 11 - 1) // 4, (400 - 91 - 1) // 4]
-    assert all(clips.batch([i])["input_ids"].shape[1] <= 400 for i in (0, 1))
-    with pytest.raises(UserError, match="--max-seq 20 leaves no room"):
-        make([9], [18], max_seq=20)
-
-
 def test_over_long_captions(make):
-    with pytest.raises(UserError, match="clip 'clip1' has 301 tokens, over --max-text 192"):
+    with pytest.raises(UserError, match="clip 'clip1' has 301 tokens, over the limit of 192"):
         make([5, 5], [3, 300])
     assert len(make([5, 5], [3, 300], over_long_text="drop")) == 1
     cut = make([5, 5], [3, 300], over_long_text="cut")
@@ -204,37 +157,6 @@ def test_text_dropout_is_keyed_per_sample_and_off_for_evaluation(make):
     assert ids[:2].tolist() == [128000, clips.layout.bos]
     held_out = make([4] * 50, [5] * 50, train=False, text_dropout=0.9)
     assert all(len(held_out.text(i, 0)) == 6 for i in range(50))
-
-
-def test_aspects_in_keyed_order_replace_captions_in_training_only(make):
-    """Half of the samples, each order a permutation that depends on epoch and clip alone; lengths hold either text."""
-    aspects = ["a", "bb", "ccc cc", "dddd", "eeeee"]
-    lists = [json.dumps(aspects), None, json.dumps(aspects)] * 20
-    clips = make([5] * 60, [2, 2, 9] * 20, columns={"aspects": lists}, aspect_captions=0.5)
-    caption = {n: [128000, *[1004] * n] for n in (2, 9)}
-    joined = [128000, *(1000 + len(word) for word in ", ".join(aspects).split())]
-    assert clips.lengths[:3].tolist() == [n + clips.layout.positions(5) for n in (len(joined), 3, 10)]
-    orders = Counter()
-    for clip in range(60):
-        for epoch in range(4):
-            ids = clips.text(clip, epoch).tolist()
-            assert ids == clips.text(clip, epoch).tolist()
-            words = 9 if clip % 3 == 2 else 2
-            if ids == caption[words]:
-                orders["caption", clip % 3] += 1
-            else:
-                sizes = sorted(number - 1000 for number in ids[1:])
-                last = ids[-1] - 1000  # the last word has no comma
-                assert len(ids) == len(joined) and sum(sizes) == sum(map(len, "a, bb, ccc cc, dddd, eeeee".split()))
-                orders["aspects", clip % 3, last] += 1
-    assert orders["caption", 1] == 80 and 20 < orders["caption", 0] < 60 and 20 < orders["caption", 2] < 60
-    assert len({last for kind, _, *last in orders if kind == "aspects" for last in last}) == 4
-    held = make([5], [2], train=False, columns={"aspects": [json.dumps(aspects)]}, aspect_captions=1.0)
-    assert held.text(0, 0).tolist() == caption[2] and held.lengths.tolist() == [3 + held.layout.positions(5)]
-    none = make([5], [2], columns={"aspects": [json.dumps(aspects)]}, aspect_captions=1.0, text_dropout=1.0)
-    assert none.text(0, 0).tolist() == [128000]
-    with pytest.raises(UserError, match="--aspect-captions: .* has no aspects"):
-        make([5], [2], aspect_captions=0.1)
 
 
 def test_padding_is_at_the_right_and_masked(make):
@@ -267,10 +189,10 @@ def test_a_clips_weight_counts_and_zero_leaves_it_out(make):
 def test_a_tenth_of_the_source_is_refused(make, capsys):
     clips = make([3] * 50, [2] * 50, info={"wanted": 5233})
     with pytest.raises(UserError, match="holds 50 of the 5233 clips"):
-        check_coverage(clips.tokens, 0.9)
+        check_coverage(clips.tokens)
     assert "50 of 5233 clips" in capsys.readouterr().out
-    check_coverage(clips.tokens, 0.009)
-    check_coverage(make([3], [2]).tokens, 0.9)  # a source that says nothing
+    check_coverage(make([3] * 50, [2] * 50, info={"wanted": 100}).tokens)
+    check_coverage(make([3], [2]).tokens)  # a source that says nothing
 
 
 def test_codes_of_another_codec_or_out_of_range(make):
@@ -280,8 +202,3 @@ def test_codes_of_another_codec_or_out_of_range(make):
     clips.layout = replace(clips.layout, size=100)
     with pytest.raises(UserError, match="clip 'clip0': code .* is outside 0..99"):
         clips.batch([0])
-
-
-def test_limits_can_be_set_one_by_one():
-    assert limits_of(Config(max_text=50)) == {"max_seq": 2304, "max_text": 50, "max_audio": 2000}
-    assert limits_of(Config(profile="legacy")) == {"max_seq": 1024, "max_text": 31, "max_audio": 992}

@@ -6,12 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from common.gradient_check import refuse_state
 from common.loss import IGNORE
 from helpers.attention_support import flex_without_compiler, pretend_flash
-from helpers.mot_support import batch_of, build, loss_of, reference_loss, reference_states, text_batch
+from helpers.mot_support import batch_of, build, loss_of, reference_loss, text_batch
 from models.mot.build import calibrate, load_llama
 from models.mot.data import pad, places
 from models.mot.layout import music
@@ -23,7 +22,7 @@ def make(demo_mot):
 
     def call(*words, **more):
         model = build(demo_mot, *words, seed=3, **more)
-        calibrate(model, batch_of(model, [12]), zero=False)
+        calibrate(model, batch_of(model, [12]))
         return model
 
     return call
@@ -190,9 +189,8 @@ def test_a_module_that_keeps_keys_across_steps_is_refused(make):
 # ---- new rows and the loss -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ids", ["shared", "offset"])
-def test_new_rows_are_small_distinct_and_cost_ln_classes(make, ids):
-    model = make(ids=ids)
+def test_new_rows_are_small_distinct_and_cost_ln_classes(make):
+    model = make()
     spread = float(model.llama.model.embed_tokens.weight.std())
     for rows in (model.audio_embed.weight, model.head.weight):
         assert float(rows.std()) == pytest.approx(0.1 * spread, rel=0.05)
@@ -202,24 +200,6 @@ def test_new_rows_are_small_distinct_and_cost_ln_classes(make, ids):
     assert model.head.uniform_loss() == pytest.approx(math.log(2048))
     for name, value in gradients(model, total).items():
         assert value.isfinite().all() and value.any(), name
-
-
-@pytest.mark.parametrize("ids", ["shared", "offset"])
-def test_full_vocabulary_is_one_softmax_over_text_and_music(make, ids):
-    model = make(full=True, ids=ids)
-    batch = batch_of(model, [9, 4])
-    states = reference_states(model, batch)
-    labels = batch["labels"].max(-1).values
-    table = torch.cat([model.llama.lm_head.weight, model.head.weight])
-    expected = F.cross_entropy(states[labels > 0] @ table.T, labels[labels > 0], reduction="sum")
-    wanted = gradients(model, expected)
-    found, stats = loss_of(model, batch)
-    assert float(found) == pytest.approx(float(expected), rel=1e-6)
-    for name, value in gradients(model, found).items():
-        assert torch.allclose(value, wanted[name], atol=1e-4), name
-    assert model.llama.lm_head.weight.grad is None
-    assert "head.text" not in model.adapter()
-    assert model.head.uniform_loss() == pytest.approx(math.log(len(table)))
 
 
 def test_codebook_weights_scale_the_loss_but_not_the_log(make):
@@ -268,10 +248,10 @@ def test_flash_and_flex_attention_give_the_same(make, untie, monkeypatch):
         return {name: p.grad.clone() for name, p in model.adapter().items() if p.grad is not None}
 
     expected, (total, _) = gradients(), loss_of(model, batch)
-    model.llama.config._attn_implementation = "flash_attention_2"
+    model.llama.config._attn_implementation = "flash_attention_2"  # the setter asks for the package
     assert float(loss_of(model, batch)[0]) == pytest.approx(float(total), rel=1e-6)
     for name, found in gradients().items():
         assert float((found - expected[name]).norm()) <= 1e-5 * float(expected[name].norm()), name
-    model.llama.config._attn_implementation = "flex_attention"
+    model.llama.set_attn_implementation("flex_attention")
     with torch.no_grad():
         assert float(loss_of(model, batch)[0]) == pytest.approx(float(total), rel=1e-6)

@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 
 from common.codec import hash_weights
-from demos.speech import ASSETS, WORDS
-from lib.store import write_json, write_jsonl
+from demos.speech import ASSETS, WORDS, set_paths
+from lib.store import write_json
 
 # Of the codec's nine: enough to tell voices apart (docs/log.md), and every one more makes the model larger.
 CODEBOOKS = 4
@@ -27,7 +27,11 @@ def build_parts(folder: Path, final: Path) -> None:
     shutil.copytree(ASSETS / "higgs", folder, ignore=shutil.ignore_patterns("README.md"))
     save_codec(folder / "codec", ASSETS / "codec")
     (folder / "grammar.jsgf").write_text(grammar())
-    set_paths(folder, final)
+    # The hash is not in the assets: another processor may round the codec's entries differently.
+    digest = hash_weights(folder / "codec")
+    set_paths(folder, final, "model", weights_sha256=digest)
+    identity = json.loads((folder / "model" / "codec.json").read_text())
+    write_json(folder / "model" / "codec.json", identity | {"place": str(final / "codec"), "sha256": digest})
 
 
 def grammar() -> str:
@@ -35,21 +39,6 @@ def grammar() -> str:
     kinds = [f"({' | '.join(words)})" for words in WORDS]
     pairs = " | ".join(" ".join(pair) for pair in zip(kinds, kinds[1:], strict=False))
     return f"#JSGF V1.0;\ngrammar parts;\npublic <part> = {pairs};\n"
-
-
-def set_paths(folder: Path, final: Path) -> None:
-    # The hash is not in the assets: another processor may round the codec's entries differently.
-    codec, digest = str(final / "codec"), hash_weights(folder / "codec")
-    processor = json.loads((folder / "model" / "processor_config.json").read_text())
-    processor["audio_tokenizer"]["audio_tokenizer_name_or_path"] = codec
-    write_json(folder / "model" / "processor_config.json", processor)
-    identity = json.loads((folder / "model" / "codec.json").read_text())
-    write_json(folder / "model" / "codec.json", identity | {"place": codec, "sha256": digest})
-    for tokens in (folder / "tokens").iterdir():
-        info = json.loads((tokens / "dataset.json").read_text())
-        write_json(tokens / "dataset.json", info | {"weights": codec, "weights_sha256": digest})
-        sources = [json.loads(line) for line in (tokens / "sources.jsonl").read_text().splitlines()]
-        write_jsonl(tokens / "sources.jsonl", [[str(final / "audio" / place), *rest] for place, *rest in sources])
 
 
 def save_codec(folder: Path, dac: Path) -> None:

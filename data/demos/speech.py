@@ -40,15 +40,16 @@ def build_parts(folder: Path, final: Path) -> None:
     shutil.copytree(ASSETS / "codec", folder / "codec")
     shutil.copytree(ASSETS / "dia", folder / "dia")
     shutil.copytree(ASSETS / "voice", folder, dirs_exist_ok=True)
-    set_paths(folder, final)
+    set_paths(folder, final, "dia")
 
 
-def set_paths(folder: Path, final: Path) -> None:
-    processor = json.loads((folder / "dia" / "processor_config.json").read_text())
+def set_paths(folder: Path, final: Path, model: str, **facts) -> None:
+    """Name the codec and the recordings by their paths in `final`. `facts`: more for each dataset.json."""
+    processor = json.loads((folder / model / "processor_config.json").read_text())
     processor["audio_tokenizer"]["audio_tokenizer_name_or_path"] = str(final / "codec")
-    write_json(folder / "dia" / "processor_config.json", processor)
+    write_json(folder / model / "processor_config.json", processor)
     for tokens in (folder / "tokens").iterdir():
         info = json.loads((tokens / "dataset.json").read_text())
-        write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")})
+        write_json(tokens / "dataset.json", info | {"weights": str(final / "codec")} | facts)
         sources = [json.loads(line) for line in (tokens / "sources.jsonl").read_text().splitlines()]
         write_jsonl(tokens / "sources.jsonl", [[str(final / "audio" / place), *rest] for place, *rest in sources])

@@ -21,8 +21,8 @@ def check_version() -> None:
     """Warns if DeepSpeed is another version than the one whose internals this file was written for."""
     installed = importlib.metadata.version("deepspeed")
     if installed != READ_IN:
-        say(f"warning: --ema and resuming on another number of ranks were tested with DeepSpeed {READ_IN}, not with"
-            f" {installed}")  # fmt: skip
+        say(f"warning: DeepSpeed {installed} is installed; --ema, checkpoints and resuming on another number of ranks"
+            f" rely on details of {READ_IN}")  # fmt: skip
 
 
 def masters(engine) -> list[torch.Tensor]:
@@ -51,8 +51,6 @@ class Ema:
 
     def __init__(self, engine, decay: float):
         self.engine, self.decay = engine, decay
-        if decay:
-            check_version()
         self.shadow = [t.detach().clone() for t in masters(engine)] if decay else []
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import nn
 
 from common.contracts import LossOutput
 from common.ds_config import fit_buckets, stage_of
+from common.ema import check_version
 from common.errors import UserError
 from common.memory import count_parameters, peak_memory, try_in_memory
 from common.runtime import Process, say
@@ -61,6 +62,7 @@ class LossModule(nn.Module):
 
 def start_engine(model: nn.Module, loss_fn, optimizer, ds: dict):
     """The DeepSpeed engine. `loss_fn(model, batch)` returns a LossOutput."""
+    check_version()
     total, trained = count_parameters(model)
     ds = fit_buckets(ds, trained, get_accelerator().device_name())
     engine, *_ = deepspeed.initialize(model=LossModule(model, loss_fn), optimizer=optimizer, config=ds)

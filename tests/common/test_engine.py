@@ -1,5 +1,6 @@
 """The DeepSpeed engine with one rank against a plain PyTorch loop. More ranks: tests/recipes/test_dia_lora.py."""
 
+import importlib.metadata
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 from common.config import RunConfig
 from common.contracts import LossOutput
 from common.ds_config import resolve_ds
-from common.ema import Ema
+from common.ema import Ema, check_version
 from common.engine import (
     backward,
     full_gradient,
@@ -194,3 +195,11 @@ def test_the_step_divides_once_for_all_ranks():
     assert float(weight.grad) == pytest.approx(3 * 4 / 10)
     backward(Recorder(), 3 * weight.sum() + float("inf"), step_weight=10.0, world=4, last=True)
     assert bool(weight.grad.isnan())
+
+
+def test_another_deepspeed_than_the_one_that_was_read_is_a_warning(monkeypatch, capsys):
+    check_version()
+    assert capsys.readouterr().out == "", "the pinned version is the one"
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.20.0")
+    check_version()
+    assert "0.20.0" in capsys.readouterr().out

@@ -1,20 +1,28 @@
-"""The list of mutations fits the code; running it takes minutes and is done by hand: python tests/mutate.py."""
+"""The bugs name modules and tests that exist. Running all takes minutes, by hand: tests/mutate.py."""
 
+import re
 from pathlib import Path
 
 import mutate
+import pytest
+
+from helpers import support
 
 
-def test_every_mutation_finds_its_place_and_its_tests():
-    assert not [problem for mutation in mutate.MUTATIONS for problem in mutate.problems_of(mutation)]
-    assert len({mutation.name for mutation in mutate.MUTATIONS}) == len(mutate.MUTATIONS)
-    assert all("\n" not in mutation.old and mutation.why for mutation in mutate.MUTATIONS)
+def test_every_bug_names_a_module_and_tests_that_exist():
+    assert 60 <= len(mutate.BUGS) <= 80
+    for name, bug in mutate.BUGS.items():
+        place = bug.module.replace(".", "/") + ".py"
+        known = [(mutate.ROOT / folder / place).is_file() for folder in ("finetune", "data")]
+        assert any(known) or bug.module == "peft", name
+        assert bug.why and bug.tests, name
+        for test in bug.tests:
+            file, function = re.fullmatch(r"(.+\.py)::(\w+)(\[.*\])?", test).group(1, 2)
+            assert f"\ndef {function}(" in Path(support.ROOT / "tests" / file).read_text(), (name, test)
 
 
-def test_every_recipe_and_the_shared_code_is_in_it():
-    files = {mutation.file for mutation in mutate.MUTATIONS}
-    recipes = {str(file.relative_to(mutate.ROOT)) for file in (mutate.ROOT / "finetune").glob("*.py")}
-    assert recipes <= files
-    models = {Path(file).parts[2] for file in files if file.startswith("finetune/models/")}
-    assert models == {folder.name for folder in (mutate.ROOT / "finetune/models").glob("[a-z]*")}
-    assert len(mutate.MUTATIONS) >= 60 and any(file.startswith("data/") for file in files)
+@pytest.mark.long
+def test_a_bug_is_put_back_in_the_process_of_a_test_and_only_there():
+    mutate.preload()
+    assert mutate.try_bug("plan_sorted")[0] == "caught"
+    assert mutate.run_tests(mutate.BUGS["plan_sorted"].tests, mutate.TIMEOUT)[0] == 0

@@ -12,6 +12,11 @@ from pathlib import Path
 PATCHES = dict(word.split("=") for word in os.environ.get("TEST_PATCHES", "").split())
 
 
+def patch(module) -> None:
+    place, function = PATCHES[module.__name__].split(":")
+    getattr(importlib.import_module(place), function)(module)
+
+
 class Patcher:
     """Finds modules as Python's other finders do."""
 
@@ -25,8 +30,7 @@ class Patcher:
 
             def execute_and_patch(module) -> None:
                 execute(module)
-                place, function = PATCHES[name].split(":")
-                getattr(importlib.import_module(place), function)(module)
+                patch(module)
 
             spec.loader.exec_module = execute_and_patch
         return spec
@@ -35,3 +39,6 @@ class Patcher:
 if PATCHES:
     sys.path.append(str(Path(__file__).parents[2]))
     sys.meta_path.insert(0, Patcher())
+    for name in PATCHES:
+        if name in sys.modules:  # in a process that was forked
+            patch(sys.modules[name])

@@ -198,7 +198,7 @@ def run_rank(args) -> None:
         """The micro-batches of all ranks in order."""
 
         def __len__(self) -> int:
-            return plan.steps * RANKS
+            return plain.steps * RANKS
 
         def __getitem__(self, number: int) -> dict:
             epoch, rows = plan.micro_batch(number)
@@ -286,7 +286,7 @@ def run_rank(args) -> None:
 
         flags = TrainingArguments(
             str(args.scratch / f"trainer-{own_loss}"), deepspeed=str(ZERO2), per_device_train_batch_size=1,
-            max_steps=plan.steps, learning_rate=plain.lr, lr_scheduler_type="constant", logging_steps=1,
+            max_steps=plain.steps, learning_rate=plain.lr, lr_scheduler_type="constant", logging_steps=1,
             max_grad_norm=plain.max_grad_norm, save_strategy="no", report_to=["tensorboard"], disable_tqdm=True,
             train_sampling_strategy="sequential", remove_unused_columns=False, dataloader_pin_memory=False,
         )  # fmt: skip

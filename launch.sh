@@ -4,7 +4,8 @@
 #               [--with-browser]             also install SLURM, or Chromium (Debian, root), which the tests then use
 #   ./launch.sh doctor                       print what this machine has, and what the recipes can use
 #   ./launch.sh demo                         fine-tune a tiny Dia on a synthetic corpus, end to end
-#   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others
+#   ./launch.sh test [pytest arguments]      run the quick tests; --long runs all the others,
+#                                            --shuffle SEED another order
 #   ./launch.sh bench [NAME...]              measure speed and memory against peers and limits, in one table
 #   ./launch.sh encode [arguments]           run data/encode.py; likewise decode, check, pairs, pair_speakers, score,
 #                                            cluster_speakers, fetch (a model or codec from the hub)

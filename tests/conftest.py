@@ -1,13 +1,12 @@
 import os
-import signal
-import sys
+import random
 import threading
 import time
 
 import pytest
 
 import common.runtime  # noqa: F401  sets what torch reads from the environment
-from helpers import support
+from helpers import process_state, support
 
 os.environ.update(support.CPU)
 
@@ -26,6 +25,7 @@ TRAINING = ("recipes", "tests", "diffusion_buffer")  # folders whose tests train
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run the long tests instead of the quick ones")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of a file, in chance order")
 
 
 def starts_ranks(item) -> bool:
@@ -39,8 +39,21 @@ def is_long(item) -> bool:
 
 def pytest_collection_modifyitems(config, items):
     config.deselected_long = 0
-    if config.args_source.name == "ARGS":
-        return
+    if config.args_source.name != "ARGS":
+        choose(config, items)
+    if config.getoption("--shuffle") is not None:
+        shuffle(items, config.getoption("--shuffle"))
+
+
+def shuffle(items, seed: int) -> None:
+    """Tests of one file stay together, because they share what is costly to make. Every worker has the same order."""
+    chance = random.Random(seed)
+    chance.shuffle(items)
+    files = list(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: files.index(item.path))
+
+
+def choose(config, items) -> None:
     chosen = [item for item in items if is_long(item) == config.getoption("--long")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     config.deselected_long = 0 if config.getoption("--long") else len(items) - len(chosen)
@@ -125,59 +138,50 @@ def pytest_runtest_makereport(item, call):
 # ---- fixtures --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True, scope="module")
+def file_leaves_nothing():
+    """Which files share a process is chance: what the fixtures of one change does not outlive it."""
+    with process_state.unchanged():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def seeded():
+def test_leaves_nothing():
+    """Nothing that a test does to its process outlives it: the test that changes something is the one that fails."""
+    with process_state.unchanged():
+        yield
+
+
+@pytest.fixture
+def restored(test_leaves_nothing):
+    """For tests that build a ZeRO-3 engine or call what sets up a process: what they change is put back."""
+    with process_state.restored():
+        yield
+
+
+@pytest.fixture(scope="module")
+def only_rank(file_leaves_nothing):
+    """This process as the only rank of a process group, until the end of the file."""
+    from common.runtime import init_process
+
+    with process_state.restored():
+        os.environ["MASTER_PORT"] = support.free_port()
+        yield init_process()
+
+
+@pytest.fixture(autouse=True)
+def seeded(test_leaves_nothing):
     """Chance weights are the same whatever ran before, and in whichever worker."""
     import numpy as np
     import torch
 
     torch.manual_seed(0)
     np.random.seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def same_process():
-    """Which files share a process is chance, so none leaves anything to the next one: neither what it exported (a rank,
-    "load weights only"), nor forbidden imports, nor ZeRO-3's sharding of every new model, nor settings of torch."""
-    import torch
-
-    environment, folder, path, words = dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv)
-    forbidden = {name for name, module in sys.modules.items() if module is None}
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    settings = [(read(), write) for read, write in torch_settings(torch)]
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.path[:], sys.argv[:] = path, words
-    for name in [name for name, module in sys.modules.items() if module is None and name not in forbidden]:
-        del sys.modules[name]
-    for number, handler in handlers.items():
-        if signal.getsignal(number) is not handler:  # changed by this thread, so it may change it back
-            signal.signal(number, handler)
-    for value, write in settings:
-        write(value)
-    if "common.engine" in sys.modules:
-        sys.modules["common.engine"]._hf_ds_config = None
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
-def torch_settings(torch) -> list[tuple]:
-    """How to read and to write settings that hold for the whole process."""
-    return [
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-        (lambda: torch.backends.cudnn.allow_tf32, lambda value: setattr(torch.backends.cudnn, "allow_tf32", value)),
-    ]
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)
-def no_export_check(monkeypatch):
+def no_export_check(test_leaves_nothing, monkeypatch):
     """A run that a test trains in its own process does not start another one; test_export_check.py undoes this."""
     from common import export_check
 
@@ -185,43 +189,42 @@ def no_export_check(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_stop_wanted(monkeypatch):
+def no_stop_wanted(test_leaves_nothing, monkeypatch):
     """A failed save asks its process to stop; the next test trains in the same process."""
     from common import runtime
 
     monkeypatch.setattr(runtime, "_stop_wanted", False)
 
 
-@pytest.fixture(scope="session")
-def higgs_demo():
-    """The same for Higgs Audio v2."""
+def ensure_demo(folder: str, *kind: str):
     from demo import ensure_demo
 
-    return ensure_demo(support.ROOT / "runs" / "demo-assets-higgs", "higgs")
+    with process_state.restored():
+        return ensure_demo(support.ROOT / "runs" / folder, *kind)
 
 
 @pytest.fixture(scope="session")
 def demo():
     """The embedded demo's model, codec and token datasets, built once where the recipes look for them."""
-    from demo import ensure_demo
-
-    return ensure_demo(support.ROOT / "runs" / "demo-assets-dia")
+    return ensure_demo("demo-assets-dia")
 
 
 @pytest.fixture(scope="session")
-def pairs():
-    """The enhancers' demo pairs, with little noise."""
-    from demo import ensure_demo
-
-    return ensure_demo(support.ROOT / "runs" / "demo-assets-pairs", "pairs") / "mild"
+def higgs_demo():
+    """The same for Higgs Audio v2."""
+    return ensure_demo("demo-assets-higgs", "higgs")
 
 
 @pytest.fixture(scope="session")
 def demo_mot():
     """The same for Llama MoT."""
-    from demo import ensure_demo
+    return ensure_demo("demo-assets-mot", "mot")
 
-    return ensure_demo(support.ROOT / "runs" / "demo-assets-mot", "mot")
+
+@pytest.fixture(scope="session")
+def pairs():
+    """The enhancers' demo pairs, with little noise."""
+    return ensure_demo("demo-assets-pairs", "pairs") / "mild"
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -61,31 +59,6 @@ def one_rank():
     return Process(0, 1, torch.device("cpu"))
 
 
-@pytest.fixture(scope="session")
-def joined():
-    """This process as the only rank of a process group (DeepSpeed can be started once a process), and the
-    environment that this took, which is not left behind for other tests."""
-    import torch.distributed as dist
-
-    from common.runtime import init_process
-
-    before = dict(os.environ)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-    ranks = init_process()
-    added = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    os.environ.clear()
-    os.environ.update(before)
-    yield ranks, added
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def ranks(joined):
-    """The one rank, in the environment that init_process sets up."""
-    ranks, added = joined
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in added.items():
-            patch.setenv(name, value)
-        yield ranks
+def ranks(only_rank):
+    return only_rank

@@ -24,7 +24,7 @@ from common.engine import (
 from common.optim import build_optimizer, parameter_groups, set_learning_rate
 from helpers import support
 
-pytestmark = pytest.mark.usefixtures("ranks")
+pytestmark = pytest.mark.usefixtures("ranks", "restored")
 
 
 def test_operators_are_compiled_with_the_environments_own_ninja():

@@ -9,6 +9,7 @@ import pytest
 import soundfile
 
 from common.errors import run_command
+from helpers import process_state
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +29,7 @@ def script(monkeypatch, capsys):
     def call(name: str, *arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
         capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
+        with process_state.restored(), pytest.raises(SystemExit) as stop:
             run_command(importlib.import_module(name).main)
         out, err = capsys.readouterr()
         return stop.value.code, out, err

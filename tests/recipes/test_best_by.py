@@ -14,7 +14,7 @@ import higgs_clone
 import llama_mot
 from common import checkpoint, engine, runtime, sample_scores
 from common.ds_config import resolve_ds
-from common.runtime import Stopped, init_process
+from common.runtime import Stopped
 from helpers import dia_support, higgs_support, mot_support, scoring_models, support
 from helpers.rank_server import Runs
 
@@ -33,8 +33,8 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def process():
-    return init_process()
+def process(only_rank):
+    return only_rank
 
 
 def dia_flags(demo, models, out: Path) -> dict:

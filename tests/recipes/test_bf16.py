@@ -10,21 +10,19 @@ import pytest
 import torch
 from transformers import DiaForConditionalGeneration, HiggsAudioV2ForConditionalGeneration, LlamaForCausalLM
 
-from common import engine
 from common.ds_config import resolve_ds
 from common.lora import base_model
-from common.runtime import init_process
 from helpers import bf16_ranks, support
 from helpers.rank_server import Runs
 
 
 @pytest.fixture(scope="module")
-def one_process():
-    return init_process()
+def one_process(only_rank):
+    return only_rank
 
 
 @pytest.fixture
-def model_of(demo, higgs_demo, demo_mot, tmp_path, one_process):
+def model_of(demo, higgs_demo, demo_mot, tmp_path, one_process, restored):
     """model_of(recipe, stage) -> the recipe's model in bf16, and a plain fp32 load of the same base."""
 
     def build(recipe: str, stage: int, precision: str = "bf16"):
@@ -48,8 +46,7 @@ def model_of(demo, higgs_demo, demo_mot, tmp_path, one_process):
         model = module.build_model(config, resolve_ds(config.ds, config, 1), *arguments)
         return model, plain
 
-    yield build
-    engine.build_sharded({"zero_optimization": {"stage": 0}})  # or from_pretrained would shard in all later tests
+    return build
 
 
 RECIPES = ["dia_lora", "dia_full", "higgs_clone", "llama_mot", "llama_mot default-rope"]

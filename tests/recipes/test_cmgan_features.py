@@ -19,7 +19,6 @@ from common.ds_config import resolve_ds
 from common.errors import UserError
 from common.pairs import PairDataset
 from common.runs import Run
-from common.runtime import init_process
 from common.scorer import Scorer
 from helpers import support
 from helpers.cmgan_support import SMALL
@@ -37,8 +36,8 @@ TINY |= {"hold_out": ["dov"]}
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return init_process()
+def ranks(only_rank):
+    return only_rank
 
 
 @pytest.fixture(scope="module")

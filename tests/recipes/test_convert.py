@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 import dia_lora
 from common.ds_config import resolve_ds
 from common.errors import UserError
-from common.runtime import init_process
 from helpers import dia_support, higgs_support, mot_support, support
 from helpers.cmgan_support import SMALL as CMGAN
 from helpers.rank_server import Runs
@@ -56,13 +55,13 @@ def assert_converts(run: Path, scratch: Path, by: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def averaged(demo, tmp_path_factory):
+def averaged(demo, only_rank, tmp_path_factory):
     """A dia_lora run with --ema, whose second step is the best."""
     out = tmp_path_factory.mktemp("averaged") / "run"
     assets = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "out": str(out)}
     config = dia_lora.Config(**{**dia_support.SMALL, **THREE, **assets, "accumulation": 1, "ema": 0.9})
     with support.scored(dia_lora, None, BEST_OF_THREE["values"]):
-        dia_lora.train(config, init_process(), resolve_ds(config.ds, config, 1))
+        dia_lora.train(config, only_rank, resolve_ds(config.ds, config, 1))
     return out
 
 

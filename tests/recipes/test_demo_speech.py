@@ -13,7 +13,7 @@ import torch
 
 import dia_full
 from common.ds_config import resolve_ds
-from common.runtime import Process, init_process
+from common.runtime import Process
 from common.tokens import TokenDataset
 from helpers import speech_judge, support
 from models.dia.data import Clips
@@ -156,7 +156,7 @@ def test_the_loss_before_training_tells_right_codes_from_wrong_ones(speech, tmp_
     assert losses["right"] < 0.8 * chance < losses["exchanged"] and losses["delayed twice"] > losses["right"] + 0.5
 
 
-def test_rehearsal_keeps_what_the_base_could_say(speech, tmp_path):
+def test_rehearsal_keeps_what_the_base_could_say(speech, only_rank, tmp_path):
     """The base's own speech in its other voice stands in for the data that it was trained on."""
     base, numbers = load_dia(speech / "dia", torch.float32), range(100, 124)
     texts = [f"[S2] {speech_judge.sentences()[number]}" for number in numbers]
@@ -168,7 +168,7 @@ def test_rehearsal_keeps_what_the_base_could_say(speech, tmp_path):
     judged = support.write_tokens(tmp_path / "judged", clips[16:], **info)
     flags = {"model": str(speech / "dia"), "data": str(speech / "tokens/train"), "precision": "fp32", "samples": 0}
     flags |= {"steps": 40, "lr": 3e-4, "warmup": 5.0, "micro_tokens": 900, "save_every": 0}
-    losses, process = {"base": loss_of(base, judged)}, init_process()
+    losses, process = {"base": loss_of(base, judged)}, only_rank
     for name, rehearsal in (("alone", ""), ("with rehearsal", f"{rehearsed}:0.5")):
         config = dia_full.Config(**flags, rehearsal=rehearsal, out=str(tmp_path / name))
         dia_full.train(config, process, resolve_ds(config.ds, config, 1))

@@ -10,15 +10,14 @@ import pytest
 import dia_lora
 from common.ds_config import resolve_ds
 from common.errors import UserError
-from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.dia_support import SMALL, poison_letter_q
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return init_process()
+def ranks(only_rank):
+    return only_rank
 
 
 @pytest.fixture

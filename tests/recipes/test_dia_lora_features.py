@@ -19,7 +19,6 @@ from common.config import parse_args
 from common.ds_config import resolve_ds
 from common.errors import UserError
 from common.plan import Plan
-from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.dia_support import SMALL
@@ -30,8 +29,8 @@ from models.dia.weights import load_dia
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return init_process()
+def ranks(only_rank):
+    return only_rank
 
 
 @pytest.fixture

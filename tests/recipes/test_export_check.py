@@ -16,12 +16,13 @@ from common import export_check
 from common.ds_config import resolve_ds
 from common.errors import UserError
 from common.metrics import Tracker
-from common.runtime import Process, init_process
+from common.runtime import Process
 from helpers import dia_support, export_support, higgs_support, mot_support, support
 from helpers.cmgan_support import SMALL as CMGAN
 from helpers.rank_server import Runs
 from infer import check_export
 
+pytestmark = pytest.mark.usefixtures("only_rank")
 REQUIRE_SAME = export_check.require_same  # conftest.py replaces it for other tests
 KEEPS_PROBE = "helpers.export_support:keeps_probe"
 BROKEN_LORA = ("drop_adapter", "rename_adapter", "wrong_alpha")
@@ -37,7 +38,7 @@ def train(recipe, demo, out: Path, **changes):
     flags = {"steps": 3, "accumulation": 1, "ema": 0.5, "lr": 3e-3} | changes
     config = recipe.Config(**{**dia_support.SMALL, **assets, **flags, "out": str(out)})
     with export_support.keeps_probe(recipe, None):
-        recipe.train(config, init_process(), resolve_ds(config.ds, config, 1))
+        recipe.train(config, Process(0, 1, torch.device("cpu")), resolve_ds(config.ds, config, 1))
 
 
 def verdict(run: Path) -> dict:
@@ -56,7 +57,7 @@ def problem_of(run: Path, scratch: Path, damage: str) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def lora_run(demo, tmp_path_factory):
+def lora_run(demo, only_rank, tmp_path_factory):
     """A dia_lora run with --ema that passed."""
     run = tmp_path_factory.mktemp("lora") / "run"
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ from common.ds_config import resolve_ds
 from common.ema import Ema
 from common.errors import UserError
 from common.lora import base_model
-from common.runtime import Process, init_process
+from common.runtime import Process
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.higgs_support import SMALL, assets, make_clips
@@ -26,8 +26,8 @@ from models.higgs.layout import labelled_states
 
 
 @pytest.fixture(scope="module")
-def process():
-    return init_process()
+def process(only_rank):
+    return only_rank
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import torch
 import higgs_clone
 from common.ds_config import resolve_ds
 from common.errors import UserError
-from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.higgs_support import dialogues, make_clips
@@ -35,8 +34,8 @@ OVERFIT = {
 
 
 @pytest.fixture(scope="module")
-def process():
-    return init_process()
+def process(only_rank):
+    return only_rank
 
 
 def dataset(demo, folder, clips: list[tuple[str, str, str]]):

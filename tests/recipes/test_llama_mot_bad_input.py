@@ -8,7 +8,6 @@ import pytest
 import llama_mot
 from common.ds_config import resolve_ds
 from common.errors import UserError
-from common.runtime import init_process
 from common.tokens import TokenDataset
 from helpers import support
 from helpers.mot_support import SMALL, assets
@@ -17,8 +16,8 @@ ENCODEC = {"codec": "encodec", "sample_rate": 32000, "hop": 640, "codebooks": 4,
 
 
 @pytest.fixture(scope="module")
-def process():
-    return init_process()
+def process(only_rank):
+    return only_rank
 
 
 @pytest.fixture

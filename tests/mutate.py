@@ -308,12 +308,17 @@ def lora_precision(peft):
 
 
 @bug(
-    "common.hub",
+    "common.ds_config",
     "ZeRO-3 rounds the RoPE frequencies to bf16, silently",
     "recipes/test_bf16.py::test_every_floating_buffer_is_that_of_a_plain_fp32_load",
 )
-def rope_bf16(hub):
-    hub.restore_rope = lambda model: None
+def rope_bf16(ds_config):
+    def resolve_ds(right, *rest):
+        ds = right(*rest)
+        ds["data_types"]["keep_in_fp32_modules"] = []
+        return ds
+
+    wrap(ds_config, "resolve_ds", resolve_ds)
 
 
 # ---- plan, randomness, evaluation --------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_every_failure_is_one_sentence_with_the_way_out(case, hub, tmp_path, monkeypatch, capsys):
+def test_every_failure_is_one_sentence_with_the_way_out(restored, case, hub, tmp_path, monkeypatch, capsys):
     words, hub.refuse_downloads, more, said = FAILURES[case]
     # What the hub's library reads from the environment when it is imported.
     home = more.get("HF_HOME", str(tmp_path))

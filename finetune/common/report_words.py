@@ -100,7 +100,7 @@ HIDDEN |= {"distinct_codes"}
 
 def facts_in_words(facts: dict) -> list[str]:
     """Short phrases about a sample from the .json file next to it."""
-    phrases = [_phrase(name, value) for name, value in facts.items() if name not in HIDDEN and value is not None]
+    phrases = [_phrase(name, value) for name, value in facts.items() if name not in HIDDEN and value not in (None, "")]
     return [phrase for phrase in phrases if phrase]
 
 

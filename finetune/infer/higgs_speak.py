@@ -15,7 +15,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as for the recipes
 
-from common.artifacts import read_json
 from common.data_commands import require_folder_of
 from common.errors import UserError, between, command_parser, run_command
 from common.runtime import forbid_codec_imports
@@ -48,7 +47,7 @@ def parse_args():
         dest="ref_text",
         action="append",
         default=[],
-        help="transcript of the recording; not needed after training with --voices-in scene",
+        help="transcript of the recording",
     )
     add("--text", help="text to speak; in a dialogue each turn begins with [SPEAKER0], [SPEAKER1], ...")
     add("--scene", help="description of the recording scene (default: a quiet room)")
@@ -64,12 +63,11 @@ def parse_args():
         metavar="FOLDER",
         help="merge the adapter into the base and write this model folder instead of speaking",
     )
-    add("--codec-name", default="", help="hub id of the codec, for the merged folder (default: the adapter's codec)")
     return parser.parse_args()
 
 
 def load_tuned(adapter: str | None, base: str | None, revision: str, dtype):
-    """The model, with its adapter if there is one; its base, the base's revision, and how prompts are made."""
+    """The model, with its adapter if there is one; its base, and the base's revision."""
     from common import hub, lora
     from models.higgs.weights import load_higgs
 
@@ -84,13 +82,7 @@ def load_tuned(adapter: str | None, base: str | None, revision: str, dtype):
     model = load_higgs(source, revision, dtype)
     if adapter:
         model = lora.load_lora(model, Path(adapter))
-    return model.eval(), source, revision, prompt_settings(adapter or base)
-
-
-def prompt_settings(folder: str | None) -> dict:
-    """How the training made its prompts; the recipe's defaults for a model that it did not train."""
-    training = read_json(Path(folder or "", "training_config.json"))
-    return {"normalise_text": training.get("normalise_text", True), "voices_in": training.get("voices_in", "turns")}
+    return model.eval(), source, revision
 
 
 def merge(args) -> None:
@@ -105,13 +97,12 @@ def merge(args) -> None:
     from common.codec import recorded_codec
     from models.higgs.weights import write_model
 
-    model, source, revision, prompts = load_tuned(args.adapter, args.model, args.revision, torch.float32)
+    model, source, revision = load_tuned(args.adapter, args.model, args.revision, torch.float32)
     merged = model.merge_and_unload()
-    # What speaking needs to know: the recipe selects this script, and prompts are made as in training.
-    training = {"recipe": "higgs_clone", **prompts}
-    training |= {"adapter": args.adapter, "base": source, "revision": revision}
+    # The recipe selects this script.
+    training = {"recipe": "higgs_clone", "adapter": args.adapter, "base": source, "revision": revision}
     codec = recorded_codec(Path(args.adapter))
-    write_model(out, merged, dict(merged.state_dict()), source, revision, args.codec_name, training, codec)
+    write_model(out, merged, dict(merged.state_dict()), source, revision, training, codec)
     print(f"merged model in {out}")
 
 
@@ -119,8 +110,6 @@ def say_text(args) -> None:
     from models.higgs.text import Chat, check_speakers
 
     require_folder_of(Path(args.wav))
-    if prompt_settings(args.adapter or args.model)["voices_in"] == "scene":  # transcripts are not part of the prompt
-        args.ref_text = ["x"] * len(args.ref)
     if len(args.ref) != len(args.ref_text):
         raise UserError("--ref and --ref-text go together: the model needs the transcript of each reference.")
     check_speakers(args.text, len(args.ref), "--text")
@@ -134,9 +123,9 @@ def say_text(args) -> None:
     from models.higgs.layout import build_row, layout_of
     from models.higgs.weights import codec_of, load_tokenizer
 
-    model, source, revision, prompts = load_tuned(args.adapter, args.model, args.revision, inference_dtype())
+    model, source, revision = load_tuned(args.adapter, args.model, args.revision, inference_dtype())
     tokenizer = load_tokenizer(source, revision)
-    layout, chat = layout_of(model.config, tokenizer), Chat(tokenizer, prompts["normalise_text"], prompts["voices_in"])
+    layout, chat = layout_of(model.config, tokenizer), Chat(tokenizer)
     recorded = recorded_codec(Path(args.adapter or args.model)) or {"place": codec_of(source, revision)}
     codec = find_codec(args.codec, recorded)
     with tempfile.TemporaryDirectory() as scratch:

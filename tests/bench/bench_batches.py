@@ -75,7 +75,7 @@ def higgs(folder: Path):
     from helpers.higgs_support import FACTS, make_clips
 
     demo = ensure_demo(ROOT / "runs" / "demo-assets-higgs", "higgs")
-    return make_clips(demo, dataset(folder / "higgs-tokens", **FACTS), packing=True, allow_no_ref=True)
+    return make_clips(demo, dataset(folder / "higgs-tokens", **FACTS), packing=True, reference_dropout=0.1)
 
 
 def mot(folder: Path):

@@ -1,5 +1,6 @@
 """What the tests of Higgs Audio v2 share."""
 
+import dataclasses
 import functools
 
 from common.tokens import TokenDataset
@@ -21,7 +22,6 @@ SMALL = {
     "eval_every": 0,
     "save_every": 0,
     "max_start_loss": 0.0,
-    "greedy": True,
 }
 
 
@@ -64,7 +64,7 @@ def dialogues(demo, folder, *rows: tuple[str, ...]) -> str:
     return str(write_tokens(folder, clips, columns=columns, **FACTS))
 
 
-def make_clips(demo, folder=None, train=True, **flags) -> VoiceClips:
+def make_clips(demo, folder=None, train=True, max_positions=None, **flags) -> VoiceClips:
     """The demo's clips, or a dataset's, with these flags."""
     from transformers import HiggsAudioV2Config
 
@@ -72,8 +72,10 @@ def make_clips(demo, folder=None, train=True, **flags) -> VoiceClips:
     tokenizer = tokenizer_of(demo)
     tokens = TokenDataset(str(folder or demo / "tokens" / ("train" if train else "eval")))
     settings = Config(**flags)
-    chat = Chat(tokenizer, settings.normalise_text, settings.voices_in)
-    return VoiceClips(tokens, layout_of(config, tokenizer), chat, settings, train)
+    layout = layout_of(config, tokenizer)
+    if max_positions:
+        layout = dataclasses.replace(layout, max_positions=max_positions)
+    return VoiceClips(tokens, layout, Chat(tokenizer), settings, train)
 
 
 def logits_of(model, config, indices=(0, 1)):
@@ -154,10 +156,21 @@ def start_from(process, scorer, source: str, target: str, name: str) -> None:
 
 
 def probe(engine, config, process) -> None:
-    """RUN/probe.npz and RUN/modules.json: see dia_support.write_probe."""
+    """RUN/probe.npz and RUN/modules.json: see dia_support.write_probe; of a whole model also RUN/greedy.npy, what it
+    says to the first evaluation clip."""
+    from pathlib import Path
+
+    import numpy as np
     import torch
 
     from helpers.dia_support import write_probe
+    from models.higgs.generate import speak
 
+    model = engine.module.model.eval()
     with torch.no_grad():
-        write_probe(logits_of(engine.module.model.eval(), config), config, process)
+        write_probe(logits_of(model, config), config, process)
+    if config.preset == "full":
+        clips = make_clips(Path(config.model).parent, config.eval_data, train=False)
+        [said] = speak(model, clips.rows([0], answer=False), clips.layout, 12, 0, process.device, greedy=True)
+        if process.is_main:
+            np.save(Path(config.out) / "greedy.npy", said.codes)

@@ -13,8 +13,8 @@ SCRIPT = support.ROOT / "finetune" / "higgs_clone.py"
 # Dropout, average, evaluation and samples are on: each of them is state that a resume could lose.
 JOB = (
     "--preset attn+audio --lora-rank 4 --lora-dropout 0.1 --io none --precision fp32 --lr 3e-3 --warmup 2 --steps 12 "
-    "--micro-tokens 900 --accumulation 2 --ema 0.9 --samples 1 --sample-frames 6 --eval-every 6 --save-every 4 "
-    "--greedy --max-start-loss 0"
+    "--micro-tokens 900 --accumulation 2 --ema 0.9 --samples 1 --eval-every 6 --save-every 4 "
+    "--max-start-loss 0"
 ).split()
 
 

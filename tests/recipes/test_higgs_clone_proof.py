@@ -29,7 +29,6 @@ OVERFIT = {
     "samples": 0,
     "save_every": 0,
     "eval_every": 0,
-    "greedy": True,
 }
 
 
@@ -157,14 +156,12 @@ def test_two_voices_overfitted_follow_their_reference(higgs_demo, process, two_v
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("voices_in", ["turns", "scene"])
-def test_an_overfitted_dialogue_follows_the_order_of_its_references(higgs_demo, process, tmp_path, voices_in):
+def test_an_overfitted_dialogue_follows_the_order_of_its_references(higgs_demo, process, tmp_path):
     said = "[SPEAKER0] the same [SPEAKER1] words"
     rows = [("ada_000", said, "ada_004", "ben_005"), ("ben_001", said, "ben_005", "ada_004")]
     folder = dialogues(higgs_demo, tmp_path / "tokens", *rows, ("ada_004", "", "", ""), ("ben_005", "", "", ""))
-    flags = {"steps": 200, "voices_in": voices_in}
-    model, _ = overfit(higgs_demo, process, folder, tmp_path / "run", **flags)
-    clips = make_clips(higgs_demo, folder, voices_in=voices_in)
+    model, _ = overfit(higgs_demo, process, folder, tmp_path / "run", steps=200)
+    clips = make_clips(higgs_demo, folder)
     codes = [clips.tokens.codes(i) for i in clips.kept]
     spoken = speak(model, clips.rows([0, 1], answer=False), clips.layout, 80, seed=0, greedy=True)
     assert all(s.ended and np.array_equal(s.codes, c) for s, c in zip(spoken, codes, strict=True))

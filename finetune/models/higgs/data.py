@@ -42,7 +42,7 @@ class VoiceClips:
         self.reference = self.references[:, 0]
         self.weights = tokens.weights()  # of the clips' losses; None: all alike
         self.kept = rows_to_use(tokens, config, train)
-        if not config.allow_no_ref:
+        if not config.reference_dropout:
             self.kept = self.kept[self.reference[self.kept] >= 0]
         if train and self.weights is not None:
             self.kept = self.kept[self.weights[self.kept] > 0]
@@ -52,15 +52,10 @@ class VoiceClips:
         if not len(self.kept):
             raise UserError(f"{tokens.folder}: no clip has a reference; choose references with data/pair_speakers.py.")
         self._refuse_copies()
-        # Only training crops and drops references: samples and evaluation hear the whole ones, as a user's are.
         self.reference_dropout = config.reference_dropout if train else 0.0
-        seconds = config.reference_crop if train else 0.0
-        frames = tokens.frames.astype(np.int64)
-        crop = max(1, round(seconds * tokens.info["sample_rate"] / tokens.info["hop"])) if seconds else frames.max()
-        self.reference_frames = np.minimum(frames, crop)
         self._count_positions(process)
         self.dropped = 0
-        self._limit(config.max_positions or layout.max_positions)
+        self._limit(layout.max_positions)
         self.codebook_weights = _codebook_weights(config.codebook_weights, layout.codebooks)
         self._other_references = None
 
@@ -75,7 +70,8 @@ class VoiceClips:
             self._prompt_sizes, self.tokens, self.kept, self.chat.identity, process, numbers=3 if bare else 2
         ).astype(np.int64)
         text = sizes[:, 0] - 1 - voices  # frames replace their placeholder
-        self.lengths = text + audio + np.where(refs >= 0, self.reference_frames[refs] + tail, 0).sum(axis=1)
+        reference_frames = self.tokens.frames.astype(np.int64)[refs]
+        self.lengths = text + audio + np.where(refs >= 0, reference_frames + tail, 0).sum(axis=1)
         self.text_targets = text - sizes[:, 1]
         self.bare_lengths, self.bare_text_targets = self.lengths, self.text_targets
         if bare:
@@ -103,7 +99,7 @@ class VoiceClips:
     def _references(self) -> np.ndarray:
         voices = max((n + 1 for n, name in enumerate(REFERENCES) if self.tokens.column(name) is not None), default=0)
         if not voices:
-            if self.config.allow_no_ref:
+            if self.config.reference_dropout:
                 return np.full((len(self.tokens), 1), -1)
             raise UserError(
                 f"{self.tokens.folder} names no references: give ref_audio and ref_text in the manifest, or choose them"
@@ -153,7 +149,7 @@ class VoiceClips:
             worst = int(np.argmax(self.lengths))
             raise UserError(
                 f"{self.tokens.folder}: clip {self.ids([worst])[0]!r} takes {self.lengths[worst]} positions with its"
-                f" reference, over the limit of {limit} (--max-positions or the model's own); use --over-long drop."
+                f" reference, over the model's limit of {limit}; use --over-long drop."
             )
         self.dropped = int(too_long.sum())
         for name in ("kept", "lengths", "text_targets", "bare_lengths", "bare_text_targets"):
@@ -195,15 +191,6 @@ class VoiceClips:
         draws = [keyed.uniform(seed, epoch, name, "reference dropout") for name in self.ids(indices)]
         return np.array(draws) < self.reference_dropout
 
-    def _reference_codes(self, i: int, j: int, epoch: int | None) -> np.ndarray:
-        """Codes of the clip j as the reference of clip i: with --reference-crop a random piece of it."""
-        codes, size = self._codes(j), int(self.reference_frames[j])
-        if size == len(codes):
-            return codes
-        key = (self.config.seed, epoch, self.tokens.id(i), self.tokens.id(j), "reference crop")
-        start = 0 if epoch is None else keyed.key64(*key) % (len(codes) - size + 1)
-        return codes[start : start + size]
-
     def positions(self, indices, epoch: int | None = None) -> int:
         """Positions of these clips in an epoch, without padding: `lengths`, or less where references are dropped."""
         bare, indices = self._is_bare(indices, epoch), np.asarray(indices, dtype=np.int64)
@@ -231,7 +218,7 @@ class VoiceClips:
         codes to use instead of the clips' own.
 
         Without `answer` they end where the model begins to speak. `epoch`: the one whose random choices apply; without
-        it no reference is dropped, and a cropped one is its beginning.
+        it no reference is dropped.
         """
         targets = self._rows_in_dataset(indices)
         if references is None:
@@ -239,7 +226,7 @@ class VoiceClips:
         references = np.reshape(references, (len(targets), -1))
         rows = []
         for i, refs, ids in zip(targets, references, self._prompts(indices, references, answer), strict=True):
-            segments = [self._reference_codes(i, j, epoch) for j in refs if j >= 0]
+            segments = [self._codes(j) for j in refs if j >= 0]
             segments += [self._codes(i) if said is None else said] if answer else []
             row = build_row(self.tokens.id(i), ids, segments, self.layout, answer)
             row.weight = 1.0 if self.weights is None else float(self.weights[i])

@@ -23,6 +23,7 @@ from models.higgs.layout import Layout, Row, collate, undelayed
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
 # Repetition-aware sampling: draws again if an id repeats too often within a window.
 RAS = {"ras_win_len": 7, "ras_win_max_num_repeat": 2}
+LONGEST_SAMPLE = 1.5  # times the longest evaluation clip
 MIN_FRAMES = 4  # the codec cannot decode less
 MAX_BAD_SHARE = 0.005  # of ids that are not codes; above it nothing is decoded
 
@@ -111,14 +112,14 @@ def sample(
     """
     config, tokens = clips.config, clips.tokens
     prompts = samples.choose_prompts(clips)
-    cap = config.sample_frames or int(1.5 * tokens.frames[clips.kept].max())
+    cap = int(LONGEST_SAMPLE * tokens.frames[clips.kept].max())
     codec, decoders = samples.codec_of(clips), []
 
     def speak_share(prompts: list[dict]) -> list:
         indices = [prompt["index"] for prompt in prompts]
         seed = torch_seed(config.seed, "sample")  # the same at every step: only the weights differ
         rows = clips.rows(indices, answer=False)
-        spoken = speak(model, rows, clips.layout, cap, seed, process.device, config.greedy)
+        spoken = speak(model, rows, clips.layout, cap, seed, process.device)
         return [(s.codes, sample_facts(s, clips, index)) for s, index in zip(spoken, indices, strict=True)]
 
     if process.is_main:

@@ -30,7 +30,7 @@ def sections(recipe, config, load, ds: dict, name: str | None, epoch: int, proce
     model = recipe.build_model(config, ds) if load else None
     tokenizer = load_tokenizer(config.model, config.revision)
     layout = layout_of(base_model(model).config if load else config_of(config.model), tokenizer)
-    chat = Chat(tokenizer, config.normalise_text, config.voices_in)
+    chat = Chat(tokenizer)
     clips = recipe.build_data(config.data, layout, chat, config, process, train=True)
     clip = find_clip(clips.tokens, clips.kept, name)
     batch = clips.batch([clip], epoch)

@@ -50,15 +50,13 @@ def check_speakers(text: str, voices: int, name: str) -> None:
 
 class Chat:
     """The chat template and tokenizer of a checkpoint. The template is rendered once per scene, with marks for the
-    texts.
-
-    `voices_in`: references come as turns with their transcripts, or as part of the scene, without transcripts.
+    texts. References are turns of their own, with their transcripts.
     """
 
     MARKS = "\ue000\ue001\ue002\ue003\ue004"  # target, references; private-use characters, refused in texts
 
-    def __init__(self, tokenizer, normalise_texts: bool = True, voices_in: str = "turns"):
-        self.tokenizer, self.normalise_texts, self.voices_in = tokenizer, normalise_texts, voices_in
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
         if not tokenizer.chat_template:
             raise UserError("--model has no chat template (chat_template.jinja), which the prompts need.")
         special = [token for token in tokenizer.get_added_vocab() if token.startswith("<|")]
@@ -68,12 +66,12 @@ class Chat:
     def identity(self) -> str:
         """Changes with anything that the ids of a text depend on."""
         tokenizer = self.tokenizer.backend_tokenizer.to_str()
-        form = (self.normalise_texts, self.voices_in, SYSTEM, SCENE, PUNCTUATION, UNITS, EVENTS, SPEAKER.pattern)
+        form = (SYSTEM, SCENE, PUNCTUATION, UNITS, EVENTS, SPEAKER.pattern)
         return repr((tokenizer, self.tokenizer.chat_template, *form))
 
     def text(self, text: str, name: str) -> str:
         """The text as it goes into the prompt; refused if it is empty or holds a control token."""
-        text = normalise(text) if self.normalise_texts else text.strip()
+        text = normalise(text)
         if not text:
             raise UserError(f"clip {name!r} has no text.")
         control = self.special.search(text)
@@ -84,15 +82,13 @@ class Chat:
     def _frame(self, scene: str, voices: int, answer: bool) -> str:
         target, *marks = self.MARKS[: voices + 1]
         audio = {"type": "audio"}
-        scene_parts, reference_turns = [_text(scene)], []
+        turns = [("system", [_text(SYSTEM)]), ("scene", [_text(scene)])]
         for number, mark in enumerate(marks):
-            if self.voices_in == "scene":
-                scene_parts += [_text(f"SPEAKER{number}:"), audio]
-            else:
-                said = f"[SPEAKER{number}] {mark}" if voices > 1 else mark
-                reference_turns += [("user", [_text(said)]), ("assistant", [audio])]
-        turns = [("system", [_text(SYSTEM)]), ("scene", scene_parts), *reference_turns, ("user", [_text(target)])]
-        turns += [("assistant", [audio])] if answer else []
+            said = f"[SPEAKER{number}] {mark}" if voices > 1 else mark
+            turns += [("user", [_text(said)]), ("assistant", [audio])]
+        turns.append(("user", [_text(target)]))
+        if answer:
+            turns.append(("assistant", [audio]))
         messages = [{"role": role, "content": content} for role, content in turns]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not answer)
 

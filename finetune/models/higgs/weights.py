@@ -160,14 +160,13 @@ def write_model(
     weights: dict[str, torch.Tensor],
     source: str,
     revision: str,
-    codec_name: str,
     training: dict,
     codec: dict,
 ) -> None:
     """A folder that HiggsAudioV2ForConditionalGeneration.from_pretrained loads anywhere; complete or absent.
 
     `source`: the base, whose tokenizer, processor and chat template are copied. `codec`: the one that made the
-    training data. The processor's config names its place, or `codec_name`, a hub id that other machines know too.
+    training data, which is the processor's (see check_codec).
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -183,20 +182,10 @@ def write_model(
     config.dtype = next(iter(weights.values())).dtype
     config.save_pretrained(draft)
     model.generation_config.save_pretrained(draft)
-    copy_processor(source, revision, draft, codec_name or codec.get("place") or "")
-    write_json(draft / "training_config.json", training)
-    write_json(draft / FILE, codec)
-    runs.replace_folder(draft, folder)
-
-
-def copy_processor(source: str, revision: str, folder: Path, codec: str) -> None:
     for name in PROCESSOR_FILES:
         file = find_file(source, name, revision)
         if file:
-            (folder / name).write_bytes(file.read_bytes())
-    processor = folder / "processor_config.json"
-    if codec and processor.is_file():
-        settings = json.loads(processor.read_text(encoding="utf-8"))
-        old = settings.get("audio_tokenizer")
-        settings["audio_tokenizer"] = old | {"audio_tokenizer_name_or_path": codec} if isinstance(old, dict) else codec
-        write_json(processor, settings)
+            (draft / name).write_bytes(file.read_bytes())
+    write_json(draft / "training_config.json", training)
+    write_json(draft / FILE, codec)
+    runs.replace_folder(draft, folder)

@@ -100,9 +100,8 @@ def dialogue(higgs_demo, tmp_path_factory):
     return dialogues(higgs_demo, folder, *rows, ("ada_004", "", "", ""), ("ben_005", "", "", ""))
 
 
-@pytest.mark.parametrize("voices_in", ["turns", "scene"])
-def test_a_dialogue_is_the_processors(higgs_demo, dialogue, processor, voices_in):
-    """Voices in turns with tagged transcripts, as Boson's own script has them, and in the scene, as the library's."""
+def test_a_dialogue_is_the_processors(higgs_demo, dialogue, processor):
+    """Voices in turns with tagged transcripts, as Boson's own script has them."""
     lines = [json.loads(line) for line in (higgs_demo / "audio/train.jsonl").read_text().splitlines()]
     found = {line["id"]: line for line in lines}
     waves = {
@@ -112,19 +111,13 @@ def test_a_dialogue_is_the_processors(higgs_demo, dialogue, processor, voices_in
     scene = turn("scene", "Audio is recorded from a quiet room.")
     chat = [turn("system", "Generate audio following instruction."), scene]
     for number, voice in enumerate(("ada_004", "ben_005")):
-        if voices_in == "turns":
-            chat.append(turn("user", f"[SPEAKER{number}] " + normalise(found[voice]["target_text"])))
-            chat.append(turn("assistant", audio=waves[voice]))
-        else:
-            scene["content"] += [
-                {"type": "text", "text": f"SPEAKER{number}:"},
-                {"type": "audio", "audio": waves[voice]},
-            ]
+        chat.append(turn("user", f"[SPEAKER{number}] " + normalise(found[voice]["target_text"])))
+        chat.append(turn("assistant", audio=waves[voice]))
     chat.append(turn("user", "[SPEAKER0] bada gumi,\n[SPEAKER1] lono."))
     options = {"tokenize": True, "return_dict": True}
     options["processor_kwargs"] = {"sampling_rate": 24000, "return_tensors": "pt"}
     expected = processor.apply_chat_template([*chat, turn("assistant", audio=waves["cleo_002"])], **options)
-    clips = make_clips(higgs_demo, dialogue, voices_in=voices_in)
+    clips = make_clips(higgs_demo, dialogue)
     assert clips.ids([0, 1]) == ["cleo_002", "dov_003"] and len(clips) == 2
     batch = clips.batch([0])
     assert torch.equal(batch["input_ids"], expected["input_ids"])
@@ -140,10 +133,7 @@ def test_a_dialogue_is_the_processors(higgs_demo, dialogue, processor, voices_in
 
 def test_the_template_puts_voices_where_the_published_one_does(higgs_demo):
     """The published template itself is on the hub; this is what it renders."""
-    scene = Chat(tokenizer_of(higgs_demo), voices_in="scene").prompt("t.", ["a.", "b."], "Quiet.", answer=False)
     audio = "<|audio_out_bos|><|AUDIO_OUT|><|audio_eos|>"
-    voices = f"Quiet.\n\nSPEAKER0: {audio}\nSPEAKER1: {audio}\n<|scene_desc_end|><|eot_id|>"
-    assert f"<|scene_desc_start|>\n{voices}" in scene and "a." not in scene
     turns = Chat(tokenizer_of(higgs_demo)).prompt("t.", ["a.", "b."], "Quiet.", answer=False)
     assert f"[SPEAKER0] a.<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n{audio}<|eot_id|>" in turns
     assert turns.index("[SPEAKER0] a.") < turns.index("[SPEAKER1] b.") < turns.index("t.<|eot_id|>")
@@ -253,7 +243,7 @@ def test_targets_are_counted_once_without_reading_a_text_again(higgs_demo, monke
         return rows
 
     monkeypatch.setattr(VoiceClips, "_references", some_have_none)
-    flags = {"text_loss": 0.5, "allow_no_ref": True, "over_long": "drop"}
+    flags = {"text_loss": 0.5, "reference_dropout": 0.1, "over_long": "drop"}
     longest = int(make_clips(higgs_demo, **flags).lengths.max())
     clips = make_clips(higgs_demo, **flags, max_positions=longest - 1)
     assert clips.dropped and (clips.reference[clips.kept] < 0).any()
@@ -504,14 +494,14 @@ def refused_at_batch(tmp_path, clips, facts, higgs_demo, ids) -> str:
 
 
 def test_over_long_rows_are_an_error_or_left_out_never_cut(higgs_demo):
-    with pytest.raises(UserError, match="over the limit of 245"):
+    with pytest.raises(UserError, match="limit of 245"):
         make_clips(higgs_demo, max_positions=245)
     short = make_clips(higgs_demo, max_positions=245, over_long="drop")
     assert 0 < len(short) < 64 and short.dropped == 64 - len(short) and short.lengths.max() <= 245
     assert all((row.labels == 1025).sum() == 8 for row in short.rows(range(len(short))))
 
 
-# ---- weights, crop, dropout ----------------------------------------------------------------------------------------
+# ---- weights, dropout ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -540,8 +530,8 @@ def test_a_weight_that_is_none_is_refused_and_zero_leaves_a_clip_out(higgs_demo,
     assert len(make_clips(higgs_demo, folder)) == 48 and len(make_clips(higgs_demo, folder, train=False)) == 64
 
 
-def test_a_reference_is_cropped_and_dropped_by_clip_and_epoch_alone(higgs_demo):
-    flags = {"reference_crop": 0.4, "reference_dropout": 0.3, "text_loss": 0.5}
+def test_a_reference_is_dropped_by_clip_and_epoch_alone(higgs_demo):
+    flags = {"reference_dropout": 0.3, "text_loss": 0.5}
     clips, whole = make_clips(higgs_demo, **flags), make_clips(higgs_demo)
     everything = list(range(len(clips)))
     seen, bare = {}, 0
@@ -554,17 +544,15 @@ def test_a_reference_is_cropped_and_dropped_by_clip_and_epoch_alone(higgs_demo):
             seen[epoch, i] = None if frames is None else frames.tobytes()
             bare += frames is None
             if frames is not None:
-                codes = clips.tokens.codes(clips.reference[clips.kept[i]])
-                starts = [s for s in range(len(codes) - 9) if np.array_equal(codes[s : s + 10], frames)]
-                assert len(frames) == 10 and starts  # 0.4 s of 25 frames per second, as they are in the reference
-            assert clips.positions([i], epoch) == len(row.ids) <= clips.lengths[i] <= whole.lengths[i]
+                assert np.array_equal(clips.tokens.codes(clips.reference[clips.kept[i]]), frames)
+            assert clips.positions([i], epoch) == len(row.ids) <= clips.lengths[i] == whole.lengths[i]
             assert (frames is None) == (len(row.ids) < clips.lengths[i])
             batch = clips.collate([row])
             text, codes = (int((batch[name][:, 1:] != -100).sum()) for name in ("labels", "audio_labels"))
             assert clips.target_weight([i], epoch) == codes + 0.5 * text
     assert 0.15 < bare / len(seen) < 0.45
     changed = [seen[0, i] != seen[1, i] for i in everything]
-    assert np.mean(changed) > 0.8  # a new choice in each epoch
+    assert 0.2 < np.mean(changed) < 0.65  # a new choice in each epoch
     again = make_clips(higgs_demo, **flags)  # another process, another order
     for i, row in zip(everything[::-2], again.rows(everything[::-2], epoch=1), strict=True):
         [expected] = clips.rows([i], epoch=1)

@@ -23,7 +23,7 @@ SMALL = {
 
 def small_probe(watch) -> None:
     """Changes models.cmgan.watch: a discriminator is judged quickly and often, and the GAN loss soon faded in."""
-    watch.PROBE, watch.PROBE_EVERY, watch.RAMP, watch.OPENS, watch.CLOSES = 8, 2, 6, 0.01, 0.0
+    watch.PROBE, watch.PROBE_EVERY, watch.RAMP, watch.OPENS, watch.CLOSES = 8, 2, 6, -1.0, -1.0
 
 
 # ---- in the ranks (rank_server.py) -----------------------------------------------------------------------------

@@ -169,55 +169,67 @@ def audio_at(ids, layout: Layout):
 
 
 def collate(rows: list[Row], layout: Layout, packed: bool = False, text_loss: bool = False) -> dict:
-    """The rows as one batch of right-padded tensors.
+    """The rows as one batch: right-padded, or `packed` end to end into one.
 
-    `packed`: all rows end to end in one, each with positions from 0. Besides what the library's model takes, the batch
-    says where its text, audio and targets are (see `indices`): a GPU would have to wait to find out. If the rows have
-    weights, label_weights and text_label_weights (N, 1) are those of the targets.
+    Besides what the library's model takes, the batch says where its text, audio and targets are (see `indices`): a GPU
+    would have to wait to find out. If the rows have weights, label_weights and text_label_weights (N, 1) are those of
+    the targets.
     """
+    texts = [_text_labels(row, layout) for row in rows]
+    arrays, is_real = _packed(rows, texts) if packed else _padded(rows, texts, layout)
+    if not text_loss:
+        del arrays["labels"]
+    audio = (arrays["audio_input_ids_mask"], arrays["audio_labels"])
+    arrays |= indices(arrays["input_ids"], is_real, *audio, arrays.get("labels"), layout)
     lengths = [len(row.ids) for row in rows]
-    text_labels = [np.where(audio_at(row.ids, layout), IGNORE, row.ids) for row in rows]
-    for row, labels in zip(rows, text_labels, strict=True):
-        labels[: row.text_from] = IGNORE
-    if packed:
-        ids = np.concatenate([row.ids for row in rows])[None]
-        frames = np.concatenate([row.frames for row in rows])[None]
-        labels = np.concatenate([row.labels for row in rows])[None]
-        for text in text_labels:
-            text[0] = IGNORE  # it would be predicted from the last position of the row before
-        texts = np.concatenate(text_labels)[None]
-        where = {
-            "position_ids": np.concatenate([np.arange(n) for n in lengths])[None],
-            "row_of": np.repeat(np.arange(len(rows)), lengths),
-            "row_starts": np.cumsum([0, *lengths], dtype=np.int32),
-        }
-        is_real = np.ones(ids.shape, dtype=bool)
-        mask = np.ones(frames.shape[:2], dtype=bool)
-    else:
-        ids = _padded([row.ids for row in rows], layout.pad)
-        frames = _padded([row.frames for row in rows], layout.eos)
-        labels = _padded([row.labels for row in rows], IGNORE)
-        texts = _padded(text_labels, IGNORE)
-        where = {"attention_mask": _padded([np.ones(n, dtype=np.int64) for n in lengths], 0)}
-        is_real = where["attention_mask"].astype(bool)
-        mask = _padded([np.ones(len(row.frames), dtype=bool) for row in rows], False)
-    arrays = where | {
-        "input_ids": ids,
-        "audio_input_ids": frames,
-        "audio_input_ids_mask": mask,
-        "audio_labels": labels,
-        **({"labels": texts} if text_loss else {}),
-        **indices(ids, is_real, mask, labels, texts if text_loss else None, layout),
-    }
     if any(row.weight != 1 for row in rows):
         weights = np.array([[row.weight] for row in rows], dtype=np.float32)
-        frame_row = np.repeat(np.arange(len(rows)), [len(row.frames) for row in rows] if packed else frames.shape[1])
-        arrays["label_weights"] = weights[frame_row[arrays["label_at"]]]
+        frames = [len(row.frames) for row in rows] if packed else arrays["audio_labels"].shape[1]
+        row_of_frame = np.repeat(np.arange(len(rows)), frames)
+        arrays["label_weights"] = weights[row_of_frame[arrays["label_at"]]]
         if text_loss:
-            text_row = np.repeat(np.arange(len(rows)), lengths if packed else ids.shape[1])
-            arrays["text_label_weights"] = weights[text_row[arrays["text_label_at"]]]
-    facts = {"ids": [row.name for row in rows], "positions": ids.size, "longest_row": max(lengths)}
+            row_of_text = np.repeat(np.arange(len(rows)), lengths if packed else arrays["labels"].shape[1])
+            arrays["text_label_weights"] = weights[row_of_text[arrays["text_label_at"]]]
+    facts = {"ids": [row.name for row in rows], "positions": arrays["input_ids"].size, "longest_row": max(lengths)}
     return {name: torch.from_numpy(array) for name, array in arrays.items()} | facts
+
+
+def _text_labels(row: Row, layout: Layout) -> np.ndarray:
+    """The row's text (S,) from its target's turns on; IGNORE elsewhere."""
+    labels = np.where(audio_at(row.ids, layout), IGNORE, row.ids)
+    labels[: row.text_from] = IGNORE
+    return labels
+
+
+def _packed(rows: list[Row], texts: list[np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """All rows end to end in one, each with positions from 0; and which positions are real: all."""
+    lengths = [len(row.ids) for row in rows]
+    for labels in texts:
+        labels[0] = IGNORE  # it would be predicted from the last position of the row before
+    arrays = {
+        "input_ids": np.concatenate([row.ids for row in rows])[None],
+        "audio_input_ids": np.concatenate([row.frames for row in rows])[None],
+        "audio_labels": np.concatenate([row.labels for row in rows])[None],
+        "labels": np.concatenate(texts)[None],
+        "position_ids": np.concatenate([np.arange(n) for n in lengths])[None],
+        "row_of": np.repeat(np.arange(len(rows)), lengths),
+        "row_starts": np.cumsum([0, *lengths], dtype=np.int32),
+    }
+    arrays["audio_input_ids_mask"] = np.ones(arrays["audio_input_ids"].shape[:2], dtype=bool)
+    return arrays, np.ones(arrays["input_ids"].shape, dtype=bool)
+
+
+def _padded(rows: list[Row], texts: list[np.ndarray], layout: Layout) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The rows side by side, padded on the right; and which positions are real."""
+    arrays = {
+        "input_ids": _stacked([row.ids for row in rows], layout.pad),
+        "audio_input_ids": _stacked([row.frames for row in rows], layout.eos),
+        "audio_labels": _stacked([row.labels for row in rows], IGNORE),
+        "labels": _stacked(texts, IGNORE),
+        "attention_mask": _stacked([np.ones(len(row.ids), dtype=np.int64) for row in rows], 0),
+        "audio_input_ids_mask": _stacked([np.ones(len(row.frames), dtype=bool) for row in rows], False),
+    }
+    return arrays, arrays["attention_mask"].astype(bool)
 
 
 def indices(ids_bs, is_real_bs, mask_bf, labels_bfk, text_labels_bs, layout: Layout) -> dict[str, np.ndarray]:
@@ -246,7 +258,7 @@ def indices(ids_bs, is_real_bs, mask_bf, labels_bfk, text_labels_bs, layout: Lay
     return found
 
 
-def _padded(arrays: list[np.ndarray], value) -> np.ndarray:
+def _stacked(arrays: list[np.ndarray], value) -> np.ndarray:
     longest = max(map(len, arrays))
     whole = np.full((len(arrays), longest, *arrays[0].shape[1:]), value, dtype=arrays[0].dtype)
     for row, array in enumerate(arrays):

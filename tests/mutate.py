@@ -714,18 +714,6 @@ def higgs_copy_as_reference(data):
     data.VoiceClips._refuse_copies = lambda self: None
 
 
-@bug(
-    "models.higgs.data",
-    "whether a reference is dropped depends on its batch",
-    HIGGS + "test_a_reference_is_cropped_and_dropped_by_clip_and_epoch_alone",
-)
-def higgs_dropout_by_batch(data):
-    def is_bare(right, self, indices, epoch):
-        return right(self, indices, epoch)[:1].repeat(len(indices))
-
-    wrap(data.VoiceClips, "_is_bare", is_bare)
-
-
 @bug("models.higgs.data", "the ends are not counted in the step's weight", HIGGS + "test_loss_equals_the_models_own")
 def higgs_target_weight(data):
     def target_weight(right, self, indices, epoch=None):
@@ -771,9 +759,12 @@ def mot_end(layout):
     wrap(layout, "music", music)
 
 
-@bug("models.mot.network", "code 0 goes through the text's expert", "models/mot/test_network.py::test_code_0_is_music")
-def mot_route_first_id(network):
-    wrap(network, "route_of", lambda right, ids, mask, vocab: right(ids, mask, vocab + 1))
+@bug("models.mot.data", "code 0 goes through the text's expert", "models/mot/test_network.py::test_code_0_is_music")
+def mot_route_first_id(data):
+    def places(right, ids, mask, labels, layout):
+        return right(ids, mask, labels, replace(layout, vocab=layout.vocab + 1))
+
+    wrap(data, "places", places)
 
 
 MOT_DATA = "models/mot/test_data.py::"

@@ -36,10 +36,6 @@ class Config(DiaFlags):
     )
     channels: int = flag(0, "audio channels; 0 = the checkpoint's; twice as many = stereo", low=0)
     freeze: list[str] = flag([], "what not to train: encoder, embeddings, first:K (the K lowest layers)")
-    layer_decay: float = flag(
-        1.0, "layer-wise learning-rate decay: each layer's rate relative to the one above", low=0.1, high=1
-    )
-    rehearsal: str = flag("", "DIR:SHARE: token dataset to mix in against forgetting, such as base-tokens:0.1")
 
 
 DEMO = {
@@ -55,7 +51,6 @@ DEMO = {
     "save_every": 120,
     "eval_every": 120,
     "samples": 8,
-    "sample_greedy": True,
 }
 
 if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
@@ -76,12 +71,12 @@ from common.gradient_check import GradientCheck
 from common.holdout import check_holdout
 from common.loss import IGNORE, codebook_loss, loss_head
 from common.metrics import Meter, is_due
-from common.plan import Mix, Plan
+from common.plan import Plan
 from common.report import say_result
 from common.runtime import Process, any_rank, init_process, run_main, say, stop_requested
 from common.sample_scores import SampleScores, best_score, demo_measures
 from common.tokens import open_tokens
-from models.dia.data import Clips, WithRehearsal
+from models.dia.data import Clips
 from models.dia.evaluate import probe, token_metrics
 from models.dia.generate import sample
 from models.dia.layout import labelled_states, layers_of, layout_of, read_tag_map
@@ -128,25 +123,6 @@ def freeze(model, presets: list[str]) -> None:
         say(f"frozen {preset}: {len(parameters)} parameters")
 
 
-def lr_scale(model_config, layer_decay: float, qk_lr: float = 1.0):
-    """Maps a parameter's name to the factor on its learning rate: 1 at the head, less with every layer below it, and
-    `qk_lr` of that for queries and keys."""
-    depth = {
-        "encoder": model_config.encoder_config.num_hidden_layers,
-        "decoder": model_config.decoder_config.num_hidden_layers,
-    }
-
-    def scale(name: str) -> float:
-        layer = re.match(r"model\.(encoder|decoder)\.layers\.(\d+)\.", name)
-        if layer:
-            own = qk_lr if re.search(r"\.[qk]_proj\.", name) else 1.0
-            return own * layer_decay ** (depth[layer[1]] - int(layer[2]))
-        table = re.match(r"model\.(encoder|decoder)\.embedding", name)
-        return layer_decay ** (depth[table[1]] + 1) if table else 1.0
-
-    return scale
-
-
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
@@ -161,24 +137,6 @@ def build_data(path: str, model, config: Config, tag_map: dict, process: Process
         raise UserError(f"{path} holds no clip to {'train' if train else 'evaluate'} on.")
     clips.warn()
     return clips
-
-
-def add_rehearsal(
-    clips: Clips, plan: Plan, model, config: Config, tag_map: dict, process: Process, micro_batches_per_step: int
-) -> tuple[WithRehearsal, Mix, int]:
-    """Clips, plan and steps with --rehearsal mixed in."""
-    folder, share = config.rehearsal.rpartition(":")[::2]
-    try:
-        share = float(share)
-    except ValueError:
-        share = 0.0
-    if not folder or not 0 < share < 1:
-        raise UserError(f"--rehearsal {config.rehearsal}: write DIR:SHARE with a share between 0 and 1.")
-    rehearsal = build_data(folder, model, config, tag_map, process, train=True)
-    steps = config.steps or plan.steps(config.epochs, micro_batches_per_step, 1 - share)
-    other = Plan(rehearsal.lengths, config.micro_tokens, config.seed)
-    say(f"rehearsal: {len(rehearsal):,} clips in {100 * share:g} % of the micro-batches")
-    return WithRehearsal(clips, rehearsal), Mix(plan, other, share, config.seed, steps * micro_batches_per_step), steps
 
 
 # ---- batch to loss ---------------------------------------------------------------------------------------------
@@ -268,21 +226,17 @@ def train(config: Config, process: Process, ds: dict):
     model = build_model(config, ds, tag_map)
     clips = build_data(config.data, model, config, tag_map, process, train=True)
     eval_clips = build_data(config.eval_source, model, config, tag_map, process, train=False)
+    check_holdout([clips], eval_clips, config, process)
     codec = codec_identity(clips.tokens.info)
     plan = Plan(clips.lengths, config.micro_tokens, config.seed)
     micro_batches_per_step = process.world * config.accumulation
     steps = config.steps or plan.steps(config.epochs, micro_batches_per_step)
-    padding = plan.padding()
-    if config.rehearsal:
-        clips, plan, steps = add_rehearsal(clips, plan, model, config, tag_map, process, micro_batches_per_step)
-    check_holdout(clips.parts if config.rehearsal else [clips], eval_clips, config, process)
-    say(f"clips {len(clips):,}, padding {100 * padding:.1f} %, {steps} steps of {micro_batches_per_step}"
+    say(f"clips {len(clips):,}, padding {100 * plan.padding():.1f} %, {steps} steps of {micro_batches_per_step}"
         " micro-batches")  # fmt: skip
     loss_fn = functools.partial(compute_loss, clips=clips)
 
     # optimizer and engine
-    scale = lr_scale(model.config, config.layer_decay, config.qk_lr) if config.layer_decay * config.qk_lr < 1 else None
-    groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed", "norm"), lr_scale=scale)
+    groups = optim.parameter_groups(model, config.weight_decay, no_decay=("embed", "norm"))
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
     if config.compile:
         compile_layers(layers_of(model), ds)

@@ -11,7 +11,6 @@ chooses the number of ranks. The embedded demo runs on a laptop in a minute:
 
 import dataclasses
 import functools
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -35,9 +34,6 @@ class Config(DiaFlags):
     lora_rank: int = flag(16, "LoRA rank r", low=1)
     lora_alpha: float = flag(16.0, "LoRA alpha: the update is scaled by alpha / r", low=0)
     lora_dropout: float = flag(0.05, "dropout on the input of the LoRA update", low=0, high=0.95)
-    group_ranks: list[str] = flag([], "LoRA ranks of individual groups, such as dec_cross=32")
-    rslora: bool = flag(False, "rank-stabilised LoRA: scale by alpha / sqrt(r)")
-    dora: bool = flag(False, "weight-decomposed LoRA (DoRA)")
     channels: int = flag(
         0,
         "audio channels; 0 = the checkpoint's; twice as many = stereo, which also trains audio embedding and head",
@@ -64,7 +60,6 @@ DEMO = {
     "save_every": 150,
     "eval_every": 150,
     "samples": 8,
-    "sample_greedy": True,
 }
 
 if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, and no signal is lost
@@ -148,11 +143,9 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]):
         modules,
         config.lora_rank,
         seed=torch_seed(config.seed, "lora"),
-        group_ranks=parse_group_ranks(config.group_ranks, modules),
+        # Any other setting of PEFT's LoraConfig may stand here too, such as use_rslora=True or use_dora=True.
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        use_rslora=config.rslora,
-        use_dora=config.dora,
         # The byte embedding is frozen: without this the row of a new tag would stay an untrained vector.
         trainable_token_indices={"embedding": sorted(tag_map.values())} if tag_map else None,
     )
@@ -162,21 +155,6 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]):
         # Reentrant checkpointing needs an input that requires a gradient, and the frozen embeddings give none.
         base_model(model).gradient_checkpointing_enable({"use_reentrant": False})
     return model
-
-
-def lr_scale(qk_lr: float):
-    """Maps a parameter's name to the factor on its learning rate: `qk_lr` for queries and keys, 1 for all others."""
-    return lambda name: qk_lr if re.search(r"\.[qk]_proj\.", name) else 1.0
-
-
-def parse_group_ranks(items: list[str], modules: dict) -> dict[str, int]:
-    ranks = {}
-    for item in items:
-        group, _, rank = item.partition("=")
-        if group not in modules or not rank.isdigit() or int(rank) < 1:
-            raise UserError(f"--group-ranks {item}: write GROUP=RANK, where GROUP is one of {', '.join(modules)}.")
-        ranks[group] = int(rank)
-    return ranks
 
 
 # ---- data ------------------------------------------------------------------------------------------------------
@@ -293,8 +271,7 @@ def train(config: Config, process: Process, ds: dict):
     loss_fn = functools.partial(compute_loss, clips=clips)
 
     # optimizer and engine
-    scale = lr_scale(config.qk_lr) if config.qk_lr < 1 else None
-    groups = optim.parameter_groups(model, weight_decay=0.0, no_decay=(), lr_scale=scale)
+    groups = optim.parameter_groups(model, weight_decay=0.0, no_decay=())
     optimizer = optim.build_optimizer(groups, config, ds)  # any torch optimizer works here
     if config.compile:
         compile_layers(layers_of(model), ds)

@@ -170,7 +170,6 @@ def build_model(config: Config, ds: dict):
             modules,
             config.lora_rank,
             seed=torch_seed(config.seed, "lora"),
-            group_ranks={},
             lora_alpha=config.lora_alpha,
             lora_dropout=config.lora_dropout,
             use_rslora=config.rslora,

@@ -22,7 +22,7 @@ from infer import dispatch
 
 LAUNCH = support.ROOT / "launch.sh"
 
-QUICK = ["--steps", "3", "--samples", "1", "--eval-every", "0", "--sample-frames", "20"]
+QUICK = ["--steps", "3", "--samples", "1", "--eval-every", "0"]
 
 
 def launch(*words, cwd=None, **env) -> subprocess.CompletedProcess:
@@ -241,7 +241,7 @@ def test_the_docstrings_cpu_command_runs_while_the_default_port_is_busy(demo, tm
         busy.listen()
         words = command.replace("deepspeed", "deepspeed --num_accelerators 2").split()
         done = subprocess.run(
-            [*words, "--out", str(tmp_path / "run"), "--sample-frames", "20"],
+            [*words, "--out", str(tmp_path / "run")],
             cwd=support.ROOT,
             env=support.environment(),
             capture_output=True,

@@ -69,7 +69,6 @@ MISTAKES = {
     TRAIN_MOT + " --adapter {here}/nowhere": "no readable adapter_config.json of llama_mot.py",
     TRAIN_MOT + " --train-parts x": "--train-parts x: choose from all, proj_only",
     TRAIN_DIA + " --lora-groups foo": "unknown LoRA group 'foo'; the groups are enc_attn",
-    TRAIN_DIA + " --group-ranks x": "write GROUP=RANK, where GROUP is one of",
     TRAIN_DIA + " --channels 7": "has 9 channels; it takes 9, or 18 for stereo",
     TRAIN_DIA + " --tag-map {here}/cut.json": "tag-map .*cut.json",
     TRAIN_DIA + " --eval-data {here}/nowhere": "nowhere",

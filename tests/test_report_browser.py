@@ -25,7 +25,7 @@ DRAWN = f"""return window.Bokeh && Bokeh.documents.length && {FIGURES}.length >=
 def run(tmp_path_factory) -> Path:
     """The demo, trained for a few steps."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
-    words = ["demo", "--steps", "6", "--eval-every", "3", "--samples", "2", "--sample-frames", "60", "--out", folder]
+    words = ["demo", "--steps", "6", "--eval-every", "3", "--samples", "2", "--out", folder]
     done = subprocess.run(
         [support.ROOT / "launch.sh", *map(str, words)],
         env=support.environment(AUDIO_FINETUNE_ENV=support.VENV),

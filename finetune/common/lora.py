@@ -16,40 +16,36 @@ def resolve_groups(model, groups: dict[str, tuple[str, int]], wanted: list[str])
     """
     if not wanted:
         raise UserError(f"no LoRA group is given; the groups are {', '.join(groups)}.")
-    unknown = [name for name in wanted if name not in groups]
-    if unknown:
-        raise UserError(f"unknown LoRA group {unknown[0]!r}; the groups are {', '.join(groups)}.")
-    names = [name for name, _ in model.named_modules()]
-    found = {group: [name for name in names if re.fullmatch(groups[group][0], name)] for group in dict.fromkeys(wanted)}
-    wrong = {group: len(hits) for group, hits in found.items() if len(hits) != groups[group][1]}
-    if wrong:
-        table = ", ".join(f"{group}: found {count}, expected {groups[group][1]}" for group, count in wrong.items())
-        raise UserError(f"LoRA groups do not fit this model ({table}); its modules are named differently.")
+    found = {}
+    for group in wanted:
+        if group not in groups:
+            raise UserError(f"unknown LoRA group {group!r}; the groups are {', '.join(groups)}.")
+        pattern, expected = groups[group]
+        found[group] = [name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]
+        if len(found[group]) != expected:
+            raise UserError(
+                f"LoRA group {group}: found {len(found[group])}, expected {expected} modules; those of this model are"
+                " named differently."
+            )
     return found
 
 
-def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, group_ranks: dict[str, int], **options):
-    """Wraps the named modules with PEFT; returns the PEFT model. Every rank draws the same initial matrices."""
+def add_lora(model, found: dict[str, list[str]], rank: int, seed: int, **options):
+    """Wraps the named modules with PEFT; returns the PEFT model. Every rank draws the same initial matrices.
+
+    `found`: as resolve_groups() returns it; `options`: further settings of PEFT's LoraConfig.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
 
     targets = [name for hits in found.values() for name in hits]
-    # PEFT matches rank_pattern keys as regular expressions at the end of a module's name.
-    ranks = {
-        re.escape(name): group_ranks[group] for group, hits in found.items() if group in group_ranks for name in hits
-    }
     torch.manual_seed(seed)
-    config = LoraConfig(r=rank, target_modules=targets, rank_pattern=ranks, **options)
+    config = LoraConfig(r=rank, target_modules=targets, **options)
     # PEFT would make the matrices fp32. Without ZeRO-3 DeepSpeed casts them to the precision of the run, with ZeRO-3 it
     # does not: there the update would be computed in fp32, with a quarter more activation memory.
     peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    wrapped = {
-        name
-        for name, module in model.named_modules()
-        if len(getattr(module, "lora_A", ())) or len(getattr(module, "lora_embedding_A", ()))
-    }
-    if wrapped != set(targets):
-        raise RuntimeError(f"PEFT wrapped {len(wrapped)} modules instead of the {len(targets)} named ones")
+    wrapped = peft_model.targeted_module_names  # PEFT also takes modules whose names only end in a target
+    assert sorted(wrapped) == sorted(targets), f"PEFT wrapped {len(wrapped)} modules, not the {len(targets)} named ones"
     return peft_model
 
 

@@ -57,38 +57,15 @@ class Plan:
         slot = len(padded) - 1 - np.argmax(padded[::-1])
         return order[self.edges[slot] : self.edges[slot + 1]]
 
-    def steps(self, epochs: float, micro_batches_per_step: int, share: float = 1.0) -> int:
-        """Optimizer steps for this many epochs if `share` of all micro-batches come from this plan."""
-        return max(1, int(np.ceil(epochs * self.per_epoch / share / micro_batches_per_step)))
+    def steps(self, epochs: float, micro_batches_per_step: int) -> int:
+        """Optimizer steps for this many epochs."""
+        return max(1, int(np.ceil(epochs * self.per_epoch / micro_batches_per_step)))
 
     def padding(self, epoch: int = 0) -> float:
         """Fraction of the positions that are padding."""
         clips, _ = self._order(epoch)
         longest = np.maximum.reduceat(self.lengths[clips], self.edges[:-1])
         return 1 - self.lengths.sum() / (np.diff(self.edges) * longest).sum()
-
-
-class Mix:
-    """Two plans as one: a keyed share of the micro-batches comes from `other`, numbered after `main`'s clips."""
-
-    def __init__(self, main: Plan, other: Plan, share: float, seed: int, micro_batches: int):
-        """`micro_batches`: at least the number in the whole run."""
-        self.main, self.other = main, other
-        self.lengths = np.concatenate([main.lengths, other.lengths])
-        self.per_epoch = main.per_epoch / (1 - share)
-        self.is_other = keyed.generator(seed, "mix").random(micro_batches) < share
-        self.others_before = np.concatenate([[0], np.cumsum(self.is_other)])
-
-    def micro_batch(self, number: int) -> tuple[int, np.ndarray]:
-        others = int(self.others_before[number])
-        if self.is_other[number]:
-            epoch, clips = self.other.micro_batch(others)
-            return epoch, clips + len(self.main.lengths)
-        return self.main.micro_batch(number - others)
-
-    def longest(self) -> np.ndarray:
-        main, other = self.main.longest(), self.other.longest() + len(self.main.lengths)
-        return max(main, other, key=lambda clips: len(clips) * self.lengths[clips].max())
 
 
 def _order(key: np.ndarray) -> np.ndarray:

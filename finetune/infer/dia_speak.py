@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finetune/, as fo
 from common.data_commands import require_folder_of
 from common.errors import UserError, between, command_parser, run_command
 from common.runtime import forbid_codec_imports
-from models.dia.flags import GUIDANCE, TEMPERATURE, TOP_K, TOP_P
 
+GUIDANCE, TEMPERATURE, TOP_P, TOP_K = 3.0, 1.8, 0.9, 45  # the defaults of the authors' release
 PAUSE = 0.2  # seconds of silence between the parts of a long text
 
 

@@ -157,9 +157,7 @@ def report_share(clips, what: str, target: str) -> None:
     for number in range(100):
         epoch, rows = plan.micro_batch(number)
         batch = clips.batch(rows, epoch)
-        masks = (batch[name] for name in ("decoder_attention_mask", "attention_mask", "mask") if name in batch)
-        mask = next(masks, None)  # packed rows have none
-        real += batch["positions"] if mask is None else int(mask.sum())
+        real += int(clips.lengths[rows].sum())
         padded += batch["positions"]
     shuffled = np.random.default_rng(1).permutation(len(clips))[: RANDOM_BATCH * (len(clips) // RANDOM_BATCH)]
     random = clips.lengths[shuffled].reshape(-1, RANDOM_BATCH)

@@ -85,6 +85,8 @@ def dia_case(recipe: str, **flags) -> Case:
 
     def plain():
         model, batch, _ = build()
+        is_padding = batch["decoder_input_ids"] == base_model(model).config.decoder_config.pad_token_id
+        batch["decoder_attention_mask"] = (~is_padding.all(-1)).long()
 
         def loss(model, batch):
             names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")

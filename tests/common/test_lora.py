@@ -48,11 +48,11 @@ def renamed(model):
     return model
 
 
-def wrap(wanted=("attn",), rank=4, group_ranks=None, **options):
+def wrap(wanted=("attn",), rank=4, **options):
     model = Model()
     options = {"lora_alpha": 8, "lora_dropout": 0.0} | options
     found = resolve_groups(model, GROUPS, list(wanted))
-    return add_lora(model, found, rank, seed=3, group_ranks=group_ranks or {}, **options)
+    return add_lora(model, found, rank, seed=3, **options)
 
 
 def test_groups_resolve_to_the_full_names():
@@ -65,12 +65,6 @@ def test_a_renamed_projection_gives_found_and_expected_of_its_group_only():
     with pytest.raises(UserError) as error:
         resolve_groups(renamed(Model()), GROUPS, ["attn", "mlp"])
     assert "attn: found 7, expected 8" in str(error.value) and "mlp" not in str(error.value)
-
-
-def test_every_group_that_does_not_fit_is_listed():
-    groups = GROUPS | {"mlp": (r"layers\.\d+\.(wi|wo)", 4)}
-    with pytest.raises(UserError, match="attn: found 7, expected 8, mlp: found 0, expected 4"):
-        resolve_groups(renamed(Model()), groups, ["attn", "mlp", "head"])
 
 
 def test_a_typo_in_one_of_two_groups_is_refused():
@@ -90,31 +84,26 @@ def test_exactly_the_named_modules_are_wrapped_and_nothing_else_trains():
     assert not any("up" in name or name.startswith("base_model.model.q_proj") for name in trained)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "rank", "ranks"),
-    [(["attn"], 4, {}), (["attn", "mlp", "head"], 2, {}), (["attn", "mlp"], 4, {"mlp": 9}), (["head"], 1, {"head": 3})],
-)
-def test_the_trained_count_is_the_formula(wanted, rank, ranks):
+@pytest.mark.parametrize(("wanted", "rank"), [(["attn"], 4), (["attn", "mlp", "head"], 2), (["head"], 1)])
+def test_the_trained_count_is_the_formula(wanted, rank):
     sizes = {"attn": 8 * [2 * WIDTH], "mlp": 4 * [WIDTH + INNER], "head": [WIDTH + OUT]}
-    expected = sum(ranks.get(group, rank) * size for group in wanted for size in sizes[group])
-    model = wrap(wanted, rank, ranks)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
+    expected = sum(rank * size for group in wanted for size in sizes[group])
+    assert sum(p.numel() for p in wrap(wanted, rank).parameters() if p.requires_grad) == expected
 
 
-def test_group_ranks_reach_their_modules_and_survive_saving(tmp_path):
+@pytest.mark.parametrize("option", ["use_dora", "use_rslora"])
+def test_a_variant_of_lora_reaches_peft_and_survives_saving(option, tmp_path):
     from peft import PeftModel
 
-    model = wrap(["attn", "mlp"], 4, {"mlp": 9})
+    model = wrap(["attn", "mlp"], **{option: True})
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_()
-    shapes = {name: p.shape for name, p in model.named_parameters() if "lora_A" in name}
-    assert {shape[0] for name, shape in shapes.items() if ".up." in name or ".down." in name} == {9}
-    assert {shape[0] for name, shape in shapes.items() if "_proj." in name} == {4}
     model.save_pretrained(tmp_path)
     x = torch.randn(3, WIDTH)
     again = PeftModel.from_pretrained(Model(), tmp_path)
+    assert getattr(again.peft_config["default"], option)
     assert torch.equal(again(x), model(x)) and not torch.equal(Model()(x), model(x))
 
 
@@ -124,6 +113,6 @@ def test_the_first_matrices_depend_on_the_seed_alone():
         model = Model()  # sets the global generator: disturb it afterwards
         torch.manual_seed(global_seed)
         found = resolve_groups(model, GROUPS, ["attn"])
-        states.append(add_lora(model, found, 4, seed=3, group_ranks={}, lora_alpha=8).state_dict())
+        states.append(add_lora(model, found, 4, seed=3, lora_alpha=8).state_dict())
     one, two = states
     assert all(torch.equal(one[name], two[name]) for name in one)

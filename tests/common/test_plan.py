@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from common.plan import Mix, Plan
+from common.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = 4000
@@ -174,43 +174,3 @@ def test_a_clip_that_was_left_over_is_not_the_micro_batch_that_takes_most_memory
 def test_steps_cover_the_epochs(epochs, micro, expected):
     plan = Plan(np.full(10, 10), 10, 0)
     assert plan.per_epoch == 10 and plan.steps(epochs, micro) == expected
-
-
-# ---- two plans as one ------------------------------------------------------------------------------------------
-
-
-def mixed(share=0.3, seed=0, numbers=2000):
-    main, other = Plan(np.arange(20, 60), 200, seed), Plan(np.arange(30, 45), 200, seed)
-    return main, other, Mix(main, other, share, seed, numbers)
-
-
-def test_a_mix_takes_its_share_and_each_plan_in_its_own_order():
-    main, other, mix = mixed()
-    taken = {"main": [], "other": []}
-    for number in range(2000):
-        epoch, clips = mix.micro_batch(number)
-        assert (clips >= 40).all() or (clips < 40).all(), "a micro-batch holds one kind only"
-        taken["other" if clips[0] >= 40 else "main"].append((epoch, tuple(clips % 40 if clips[0] < 40 else clips - 40)))
-    assert abs(len(taken["other"]) / 2000 - 0.3) < 3 * (0.3 * 0.7 / 2000) ** 0.5
-    for name, plan in (("main", main), ("other", other)):
-        expected = [(epoch, tuple(clips)) for epoch, clips in map(plan.micro_batch, range(len(taken[name])))]
-        assert taken[name] == expected, "no repeat, no skip"
-
-
-def test_a_mix_is_the_same_from_any_start_and_for_a_longer_run():
-    short, long = mixed(numbers=100)[2], mixed(numbers=5000)[2]
-    for number in (0, 1, 57, 99):
-        assert np.array_equal(short.micro_batch(number)[1], long.micro_batch(number)[1])
-    assert not np.array_equal(mixed(seed=1)[2].is_other, mixed(seed=0)[2].is_other)
-
-
-def test_the_longest_micro_batch_of_a_mix_is_the_longest_of_both():
-    main, other, mix = mixed()
-    assert np.array_equal(mix.longest(), main.longest())
-    longer = Plan(np.arange(100, 110), 220, 0)
-    assert np.array_equal(Mix(main, longer, 0.5, 0, 10).longest(), longer.longest() + 40)
-
-
-def test_passes_over_the_data_count_what_the_mix_leaves_to_it():
-    plan = Plan(np.arange(20, 60), 200, 0)
-    assert plan.steps(1, 1, share=0.5) == 2 * plan.steps(1, 1)

@@ -39,7 +39,7 @@ def process(only_rank):
 
 def dia_flags(demo, models, out: Path) -> dict:
     assets = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "eval_data": str(demo / "tokens/eval")}
-    flags = {"steps": 6, "eval_every": 2, "accumulation": 1, "samples": 3, "sample_frames": 40, "lr": 8e-3}
+    flags = {"steps": 6, "eval_every": 2, "accumulation": 1, "samples": 3, "lr": 8e-3}
     return (
         dia_support.SMALL | assets | flags | {"out": str(out), "best_by": "similarity", "similarity": models["voice"]}
     )

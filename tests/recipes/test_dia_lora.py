@@ -32,7 +32,7 @@ LEARNING = {
     "steps": 16,
     "micro_tokens": 900,
 }
-STEREO = {**SMALL, "channels": 18, "voice_prompt": 0.5, "micro_tokens": 900}
+STEREO = {**SMALL, "channels": 18, "micro_tokens": 900}
 LEARNING |= {"accumulation": 1, "lr": 5e-3}
 
 
@@ -63,7 +63,6 @@ def runs(demo, two_ranks, tmp_path_factory):
         "eval_data": stereo["data"],
         "allow_overlap": True,
         "samples": 3,
-        "sample_frames": 4,
         "ds": "ds_configs/zero3.json",
     }
     configs["stereo"] = STEREO | stereo
@@ -149,7 +148,7 @@ def test_evaluation_is_the_exported_models_on_any_number_of_ranks(runs, demo, ru
     assert logged[-1]["loss"] == pytest.approx(total / count, abs=1e-6)
 
 
-# ---- stereo, and clips that continue another one ---------------------------------------------------------------
+# ---- stereo -----------------------------------------------------------------------------------------------------
 
 
 def test_a_stereo_adapter_under_zero3_equals_one_process_and_has_its_embedding_and_head(runs, demo):
@@ -157,7 +156,6 @@ def test_a_stereo_adapter_under_zero3_equals_one_process_and_has_its_embedding_a
     config = replace(dia_lora.Config(**STEREO), model=str(demo / "dia"), data=str(data))
     model = dia_lora.build_model(config, {"zero_optimization": {"stage": 0}}, {})
     clips = Clips(TokenDataset(config.data), layout_of(model.get_base_model().config), config, {}, train=True)
-    assert {clips.voice(i, 0) is None for i in range(8)} == {True, False}
     trained = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
     first = {}  # each element's first gradient
 

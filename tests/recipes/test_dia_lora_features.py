@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import dia_lora
-from common import checkpoint, engine
+from common import checkpoint
 from common.config import parse_args
 from common.ds_config import resolve_ds
 from common.errors import UserError
@@ -160,20 +160,6 @@ def test_tag_map_under_zero3_is_refused(trained, tmp_path):
         trained(tag_map=str(tmp_path / "tags.json"), ds="ds_configs/zero3.json")
 
 
-def test_ranks_a_group_and_the_trainable_count(trained):
-    ds_engine, run = trained(lora_groups=["dec_cross", "dec_mlp"], lora_rank=4, group_ranks=["dec_cross=8"])
-    weights = load_file(run / "export" / "adapter_model.safetensors")
-    ranks = {("cross" in name): value.shape[0] for name, value in weights.items() if name.endswith("lora_A.weight")}
-    assert ranks == {True: 8, False: 4}
-    layers = dict(ds_engine.module.model.get_base_model().named_modules())
-    expected = sum(
-        (8 if "cross" in name else 4) * (module.in_features + module.out_features)
-        for name, module in layers.items()
-        if hasattr(module, "lora_A")
-    )
-    assert sum(p.numel() for p in engine.trainable(ds_engine.module.model).values()) == expected > 0
-
-
 def test_the_lora_flags_reach_peft(demo):
     flags = {"lora_rank": 4, "lora_alpha": 24, "lora_dropout": 0.25, "lora_groups": ["dec_self"], "precision": "fp32"}
     config = dia_lora.Config(model=str(demo / "dia"), data="x", **flags)
@@ -181,18 +167,6 @@ def test_the_lora_flags_reach_peft(demo):
     settings = model.peft_config["default"]
     assert (settings.r, settings.lora_alpha, settings.lora_dropout) == (4, 24, 0.25)
     assert {module.scaling["default"] for module in model.modules() if hasattr(module, "lora_A")} == {24 / 4}
-
-
-@pytest.mark.parametrize("variant", ["rslora", "dora"])
-def test_lora_variants_train_and_reload(trained, demo, variant):
-    ds_engine, run = trained(**{variant: True})
-    base = load_dia(str(demo / "dia"), torch.float32)
-    loaded = PeftModel.from_pretrained(base, str(run / "export")).eval()
-    assert getattr(loaded.peft_config["default"], f"use_{variant}")
-    clips = Clips(TokenDataset(str(demo / "tokens/eval")), layout_of(base.config), dia_lora.Config(), {}, False)
-    batch = clips.batch([0])
-    states = [labelled_states(model, batch)[0] for model in (ds_engine.module.model.eval(), loaded)]
-    assert torch.allclose(*states, atol=1e-6)
 
 
 def test_cropped_tag_prompts_train(trained):
@@ -276,10 +250,14 @@ def first_seed_without_text(demo) -> int:
 
 
 @pytest.mark.long
-def test_samples_are_spoken_decoded_and_reported(trained, demo):
-    _, run = trained(
-        eval_data=str(demo / "tokens/eval"), samples=2, sample_every=2, sample_frames=30, sample_greedy=True
-    )
+def test_samples_are_spoken_decoded_and_reported(trained, demo, tmp_path):
+    shutil.copytree(demo / "dia", tmp_path / "dia")
+    settings = tmp_path / "dia" / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_sample": False, "guidance_scale": None}))
+    tokens = TokenDataset(str(demo / "tokens/eval"))
+    clips = [{"id": tokens.id(i), "text": tokens.text(i), "codes": tokens.codes(i)[:20]} for i in range(3)]
+    held_out = support.write_tokens(tmp_path / "held-out", clips, weights=tokens.info["weights"])
+    _, run = trained(model=str(tmp_path / "dia"), eval_data=str(held_out), samples=2, sample_every=2)
     for step in ("step-00000000", "step-00000002", "step-00000003", "recorded"):
         files = sorted((run / "samples" / step).glob("*.npy"))
         assert len(files) == 2

@@ -170,21 +170,6 @@ def test_a_window_of_a_clip_has_no_end(demo):
     assert labels[:, 0].tolist() == [str(code) for code in codes[start : start + len(labels), 0]]
 
 
-def test_what_a_clip_continues_is_context(demo):
-    words = ["--recipe", "dia_lora", "--data", demo / "tokens/train", "--voice-prompt", 1, "--text-dropout", 0]
-    found = inspect(*words, "--clip", "train-ada_004")
-    voice = read_row(demo / "tokens/train", fact(found, "continues").split(":")[0])
-    row = read_row(demo / "tokens/train", "train-ada_004")
-    inputs, labels = dia_layout(np.concatenate([voice["codes"], row["codes"]]))
-    shown = np.array(found["Labels"].rows)[:, 1:]
-    for c, delay in enumerate([0, *range(8, 16)]):
-        heard = slice(delay, delay + voice["frames"])
-        assert (shown[heard, c] == "-ctx").all() and not (np.delete(shown[:, c], np.r_[heard]) == "-ctx").any()
-        labels[heard, c] = IGNORE
-    assert np.array_equal(np.char.startswith(shown, "-"), labels == IGNORE)
-    assert fact(found, "positions") == str(len(inputs))
-
-
 # ---- Higgs Audio -----------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ synthesiser; its voices are free (BSD-style licences). The steps:
    SLT, the new voice, says 256 of the sentences and the parts twice. From sentences that are said once, Dia learned
    them by heart instead of learning to read; from two voices, it could not read in a third (docs/log.md)
 4. data/encode.py; AWB is tagged [S1], RMS [S2], KAL either, and SLT [S1]
-5. finetune/dia_full.py, 1 rank: a tiny Dia with random weights learns to read with two voices, then with many
+5. finetune/dia_full.py, 1 rank: a tiny Dia with random weights learns to read with two voices, then with many too
 6. 174 speakers, made of AWB, RMS and KAL by other throats and pitches, say 28 pairs of words each; SLT, as other
    speakers, is what the demo of Higgs learns from and is judged by
 7. finetune/higgs_clone.py, 1 rank: a tiny Higgs with random weights learns to speak like its reference
@@ -41,7 +41,7 @@ from demos.dia import save_dia
 from demos.higgs import SPECIAL, save_model
 from demos.speech import WORDS, sentences
 from lib.codec import describe
-from lib.store import hash_file, refuse_existing, write_json, write_jsonl
+from lib.store import hash_file, read_jsonl, refuse_existing, write_json, write_jsonl
 
 HERE, ENCODE = Path(__file__).resolve().parent, ROOT / "data" / "encode.py"
 HOP = 320  # samples per frame of the codec
@@ -126,7 +126,10 @@ def main() -> None:
     for name, voices in ONCE.items():
         clips = [clip_of(voice, number) for voice in voices for number in EVAL]
         write_jsonl(work / "voices" / f"{name}.jsonl", clips)
-    for name in (*AGAIN, *ONCE):
+    # The second stage keeps half of the first stage's clips, so that the two voices are not forgotten.
+    base, many = (list(read_jsonl(work / "voices" / f"{name}-train.jsonl")) for name in ("base", "many"))
+    write_jsonl(work / "voices" / "second-train.jsonl", many + base[::2])
+    for name in ("base-train", "second-train", "train", *ONCE):
         words = ["--format", "jsonl", "--source", work / "voices" / f"{name}.jsonl"]
         make(work / "tokens" / name, ENCODE, *words, "--codec", "dac", "--codec-weights", codec)
     train_dia(work, codec)
@@ -213,11 +216,9 @@ def train_dia(work: Path, codec: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         save_dia(draft, codec, codec, ENCODER, DECODER, {"do_sample": False, "max_length": 512}, seed=0)
         draft.rename(work / "dia-random")
-    first, second = ["--data", tokens / "base-train"], ["--data", tokens / "many-train"]
-    second += ["--rehearsal", f"{tokens / 'base-train'}:0.4"]
     for folder, model, words in (
-        (work / "dia-first", work / "dia-random", first + FIRST),
-        (work / "dia", work / "dia-first" / "export", second + SECOND),
+        (work / "dia-first", work / "dia-random", ["--data", tokens / "base-train", *FIRST]),
+        (work / "dia", work / "dia-first" / "export", ["--data", tokens / "second-train", *SECOND]),
     ):
         if not (folder / "export" / "model.safetensors").exists():
             words = ["--model", model, *words, "--eval-data", tokens / "base-eval", "--out", folder, *TRAINING]

@@ -9,9 +9,8 @@ from common.holdout import rows_to_use
 from common.loss import IGNORE
 from common.runtime import say, still_alive
 from common.tokens import TokenDataset
-from models.dia.layout import Layout, augment_tags, continue_text, delayed, text_bytes, with_speaker
+from models.dia.layout import Layout, augment_tags, delayed, text_bytes, with_speaker
 
-VOICES = 8  # clips of about the same length, of which each epoch takes one as a voice prompt
 CHANNEL_WEIGHTS = {"equal": (1.0,), "first4x": (4.0, 1.0)}  # the last value applies to all further channels
 
 # ---- batches ---------------------------------------------------------------------------------------------------
@@ -21,13 +20,8 @@ class Clips:
     """The clips of a token dataset that Dia trains on (contracts.TrainingSet): which part of each, with which text."""
 
     def __init__(self, tokens: TokenDataset, layout: Layout, config, tag_map: dict[str, int], train: bool):
-        self.tokens, self.layout, self.config, self.tag_map, self.train = (
-            tokens,
-            layout,
-            config,
-            tag_map,
-            train,
-        )
+        self.tokens, self.layout, self.config = tokens, layout, config
+        self.tag_map, self.train = tag_map, train
         # The ids right after the codes are EOS, PAD and BOS: a larger codebook would reach into them.
         tokens.require(codec="dac", channels=layout.channels, codebook_size=layout.eos)
         if config.over_long == "crop" and config.text_mode == "speech":
@@ -59,7 +53,6 @@ class Clips:
             self.kept, self.dropped = self.kept[~too_long], int(too_long.sum())
         self._check_texts()
         self.lengths = np.minimum(whole[self.kept], window).astype(np.int64)
-        self._choose_voices()
         self.channel_weights = _channel_weights(config.channel_weights, layout.channels)
 
     def __len__(self) -> int:
@@ -71,39 +64,35 @@ class Clips:
         return self.kept
 
     def _check_texts(self) -> None:
-        """Finds over-long, missing and broken texts before training. NFC can at most triple the bytes of a text."""
-        limit, too_long = self.layout.max_text, []
-        is_kept = np.zeros(len(self.tokens), dtype=bool)
-        is_kept[self.kept] = True
-        odd = self.tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")
-        for i in odd[is_kept[odd]]:
-            for text in self.tokens.texts(i):
-                text_bytes(text, self.tag_map, self.tokens.id(i))  # raises, naming the character
-        long = self.tokens.long_texts(limit // 3)
-        for i in long[is_kept[long]]:
+        """Refuses broken texts, and refuses or drops over-long ones, before training."""
+        tokens, limit = self.tokens, self.layout.max_text
+        broken = tokens.texts_matching(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")
+        for i in np.intersect1d(broken, self.kept):
+            for text in tokens.texts(i):
+                text_bytes(text, self.tag_map, tokens.id(i))  # raises, naming the character
+        too_long = []
+        for i in np.intersect1d(tokens.long_texts(limit // 3), self.kept):  # NFC can triple the bytes of a text
             still_alive()
-            texts = [with_speaker(text, self.config.text_mode) for text in self.tokens.texts(i)]
+            texts = [with_speaker(text, self.config.text_mode) for text in tokens.texts(i)]
             if self.config.text_mode == "tags":
-                texts += [augment_tags(text, 0.0, 0) for text in texts]  # "a,b" is longer as "a, b"
-            size = max(len(text_bytes(text, self.tag_map, self.tokens.id(i))) for text in texts)
-            if size > limit:
-                if self.config.over_long_text == "error":
-                    raise UserError(
-                        f"{self.tokens.folder}: the text of clip {self.tokens.id(i)!r} has {size} bytes, the model"
-                        f" takes {limit}; shorten it or use --over-long-text drop."
-                    )
-                too_long.append(i)
-        empty = is_kept.copy()
-        empty[self.tokens.long_texts(0)] = False
-        empty = np.flatnonzero(empty)
-        if len(empty) and not self.config.allow_empty_text:
-            raise UserError(
-                f"{self.tokens.folder}: clip {self.tokens.id(int(empty[0]))!r} has no text ({len(empty)} in all);"
-                " add texts, or use --allow-empty-text."
-            )
-        is_kept[too_long] = False
-        self.kept = self.kept[is_kept[self.kept]]
+                texts += [augment_tags(text, 0.0) for text in texts]  # "a,b" is longer as "a, b"
+            size = max(len(text_bytes(text, self.tag_map, tokens.id(i))) for text in texts)
+            if size <= limit:
+                continue
+            if self.config.over_long != "drop":
+                raise UserError(
+                    f"{tokens.folder}: the text of clip {tokens.id(i)!r} has {size} bytes, the model takes {limit};"
+                    " shorten it, or use --over-long drop."
+                )
+            too_long.append(i)
+        self.kept = self.kept[~np.isin(self.kept, too_long)]
         self.dropped += len(too_long)
+        self.without_text = np.setdiff1d(self.kept, tokens.long_texts(0))
+        if len(self.without_text) and self.config.text_mode == "speech":
+            raise UserError(
+                f"{tokens.folder}: clip {tokens.id(int(self.without_text[0]))!r} has no text ({len(self.without_text)}"
+                " in all); add the transcripts, or leave these clips out."
+            )
 
     def _text(self, i: int, epoch: int) -> str:
         """The text of a row; in training, one of its texts, another in each epoch."""
@@ -113,57 +102,6 @@ class Clips:
             draw = keyed_random.uniform(self.config.seed, epoch, self.tokens.id(i), "transcript")
             chosen = int(draw * len(texts))
         return with_speaker(texts[chosen], self.config.text_mode)
-
-    def _choose_voices(self) -> None:
-        """Draws which clips continue another one (--voice-prompt), and adds what that takes to their lengths.
-
-        The clips of each speaker are put in order of length. A drawn clip gets a place there, the same in all epochs,
-        and continues one of the VOICES clips up to that place: another in each epoch, yet never longer than planned.
-        """
-        self._voices = None
-        config, speakers = self.config, self.tokens.column("speaker")
-        if not config.voice_prompt or (speakers is None and not self.train):
-            return
-        if config.text_mode != "speech":
-            raise UserError("--voice-prompt is for --text-mode speech: it continues a transcript.")
-        if speakers is None:
-            raise UserError(f"--voice-prompt: {self.tokens.folder} does not name the speakers of its clips.")
-        speaker = speakers.combine_chunks().dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
-        speaker, frames = speaker[self.kept], self.tokens.frames[self.kept].astype(np.int64)
-        rate = self.tokens.info["sample_rate"] / self.tokens.info["hop"]
-        room = np.minimum(self.layout.max_positions - self.lengths, int(config.voice_prompt_seconds * rate))
-        order = np.lexsort((frames, speaker))
-        own = np.empty_like(order)
-        own[order] = np.arange(len(order))
-        key, base = (speaker * 2**32 + frames)[order], speaker * 2**32
-        first, end = np.searchsorted(key, base), np.searchsorted(key, base + room, side="right")
-        others = end - first - ((first <= own) & (own < end))
-        drawn, place = keyed_random.generator(config.seed, "voice_prompt").random((2, len(self)))
-        last = first + (place * others).astype(np.int64)
-        last += (first <= own) & (own <= last)  # a clip does not continue itself
-        prompted = (drawn < config.voice_prompt) & (others > 0) & (speaker >= 0)
-        if self.train and not prompted.any():
-            raise UserError(
-                f"--voice-prompt: no clip in {self.tokens.folder} can follow another by the same speaker of at most"
-                f" {config.voice_prompt_seconds:g} s (--voice-prompt-seconds) so that both fit into the model."
-            )
-        self.lengths[prompted] += frames[order[last[prompted]]]
-        self._voices = order, prompted, first, last, own
-
-    def voice(self, clip: int, epoch: int) -> int | None:
-        """The row of the dataset that this clip continues; None if it stands alone."""
-        if self._voices is None:
-            return None
-        order, prompted, first, last, own = self._voices
-        if not prompted[clip]:
-            return None
-        name, low = self.tokens.id(self.kept[clip]), max(first[clip], last[clip] - VOICES + 1)
-        count = last[clip] - low + 1 - (low <= own[clip] < last[clip])
-        place = low + int(keyed_random.uniform(self.config.seed, epoch, name, "voice") * count)
-        place += low <= own[clip] <= place
-        row = int(self.kept[order[place]])
-        text = continue_text(self._text(row, epoch), self._text(self.kept[clip], epoch))
-        return row if len(text_bytes(text, self.tag_map, name)) <= self.layout.max_text else None
 
     def part(self, clip: int, epoch: int) -> tuple[int, int, int, bool]:
         """First frame, end frame, decoder positions, and whether the clip's true end is included."""
@@ -195,11 +133,9 @@ class Clips:
     def text(self, clip: int, epoch: int) -> np.ndarray:
         """Byte ids; all zero for a keyed fraction of the samples, the unconditional input of guidance."""
         i, config = self.kept[clip], self.config
-        name, text, voice = self.tokens.id(i), self._text(i, epoch), self.voice(clip, epoch)
-        if voice is not None:
-            text = continue_text(self._text(voice, epoch), text)
+        name, text = self.tokens.id(i), self._text(i, epoch)
         if self.train and config.text_mode == "tags":
-            text = augment_tags(text, config.tag_dropout, config.tag_limit, config.seed, epoch, name)
+            text = augment_tags(text, config.tag_dropout, config.seed, epoch, name)
         ids = text_bytes(text, self.tag_map, name)
         if self.train:
             if keyed_random.uniform(config.seed, epoch, name, "text_dropout") < config.text_dropout:
@@ -210,40 +146,30 @@ class Clips:
     def batch(self, clips, epoch: int = 0) -> dict:
         """These clips as right-padded tensors."""
         layout = self.layout
-        texts, sequences, names = [], [], []
+        texts, sequences = [], []
         for clip in clips:
             start, end, positions, final = self.part(clip, epoch)
-            codes, context = self._codes(self.kept[clip])[start:end], 0
-            name, voice = self.tokens.id(self.kept[clip]), self.voice(clip, epoch)
-            if voice is not None:
-                context = len(self._codes(voice))
-                codes = np.concatenate([self._codes(voice), codes])
+            codes = self._codes(self.kept[clip])[start:end]
             texts.append(self.text(clip, epoch))
-            sequences.append(delayed(codes, layout, positions + context, final, context))
-            names.append(name)
+            sequences.append(delayed(codes, layout, positions, final))
         input_ids, attention_mask = pad_texts(texts)
         longest = max(len(inputs) for inputs, _ in sequences)
         ids = np.full((len(clips), longest, layout.channels), layout.pad, dtype=np.int64)
         labels = np.full_like(ids, IGNORE)
-        mask = np.zeros((len(clips), longest), dtype=np.int64)
         for row, (inputs, targets) in enumerate(sequences):
-            ids[row, : len(inputs)], labels[row, : len(targets)], mask[row, : len(inputs)] = (
-                inputs,
-                targets,
-                1,
-            )
+            ids[row, : len(inputs)] = inputs
+            labels[row, : len(targets)] = targets
         # Known here, so that nothing has to ask the GPU for them: positions of the flattened batch with a target.
         targets = np.flatnonzero((labels != IGNORE).any(-1))
         batch = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "decoder_input_ids": torch.from_numpy(ids),
-            "decoder_attention_mask": torch.from_numpy(mask),
             "labels": torch.from_numpy(labels),
             "targets": torch.from_numpy(targets),
             "channel_weights": torch.as_tensor(self.channel_weights, dtype=torch.float32),
-            "ids": names,
-            "positions": mask.size,
+            "ids": self.ids(clips),
+            "positions": len(clips) * longest,
         }
         if self.weights is not None:
             weights = self.weights[self.kept[np.asarray(clips)]].astype(np.float32)
@@ -268,45 +194,14 @@ class Clips:
         """Warns about what can be trained but is probably a mistake."""
         if self.dropped:
             say(f"warning: {self.dropped} clips of {self.tokens.folder} are too long and were dropped")
-        if self._voices is not None:
-            say(f"voice prompts: {self._voices[1].sum():,} of {len(self):,} clips follow another by the same speaker")
+        if len(self.without_text):
+            say(f"warning: {len(self.without_text)} clips of {self.tokens.folder} have no text")
         if self.config.text_dropout == 0 and self.train:
             say("warning: --text-dropout 0 trains no unconditional samples: guidance above 1 will sound worse")
         if self.config.text_mode == "speech":
             odd = self.tokens.texts_matching(r"^\s*\[S2\]|\[S1\][^\[]*\[S1\]|\[S2\][^\[]*\[S2\]")
             if len(odd):
                 say(f"warning: in {len(odd)} texts the speakers do not begin with [S1] or do not alternate")
-
-
-class WithRehearsal:
-    """New clips, followed by rehearsal clips against forgetting. A micro-batch holds only one kind (plan.Mix)."""
-
-    def __init__(self, clips: Clips, rehearsal: Clips):
-        self.parts = (clips, rehearsal)
-        self.config, self.layout, self.channel_weights = clips.config, clips.layout, clips.channel_weights
-        self.lengths = np.concatenate([clips.lengths, rehearsal.lengths])
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def _own(self, indices) -> tuple[Clips, np.ndarray]:
-        indices, first = np.asarray(indices), len(self.parts[0])
-        return (self.parts[1], indices - first) if indices[0] >= first else (self.parts[0], indices)
-
-    def batch(self, indices, epoch: int = 0) -> dict:
-        clips, own = self._own(indices)
-        return clips.batch(own, epoch)
-
-    def target_weight(self, indices, epoch: int = 0) -> float:
-        clips, own = self._own(indices)
-        return clips.target_weight(own, epoch)
-
-    def ids(self, indices) -> list[str]:
-        clips, own = self._own(indices)
-        return clips.ids(own)
-
-    def fingerprint(self) -> dict:
-        return {"data": self.parts[0].tokens.fingerprint(), "rehearsal": self.parts[1].tokens.fingerprint()}
 
 
 def _channel_weights(name: str, channels: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Generating speech with Dia, and the samples of a run. Shapes as in layout.py."""
 
 import functools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,54 +125,47 @@ def speak_parts(
 def sample(model, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list:
     """Generates a few evaluation texts, spread over all ranks; returns the decoder processes it started.
 
-    A sampled clip is generated alone with a seed of its own, which is the same at every step: what changes between two
-    steps is the model, and the number of ranks changes nothing.
+    They are generated as the generation_config.json of --model says, each with a seed of its own, which is the same at
+    every step: what changes between two steps is the model, and the number of ranks changes nothing.
     """
-    config = clips.config
     prompts = samples.choose_prompts(clips)
-    cap = config.sample_frames or int(1.5 * max(clips.tokens.frames))
-    longest = clips.layout.max_positions - clips.layout.tail - 1
-    cap = min(cap, longest)
-    rate = clips.tokens.info["sample_rate"] / clips.tokens.info["hop"]
-    options = sampling(
-        config.sample_greedy,
-        config.sample_temperature,
-        config.sample_top_p,
-        config.sample_top_k,
-        config.sample_guidance,
-    )
-
-    voices = {prompt["index"]: clips.voice(prompt["index"], 0) for prompt in prompts}
-    together = config.sample_greedy and not any(voice is not None for voice in voices.values())
+    info, layout = clips.tokens.info, clips.layout
+    rate = info["sample_rate"] / info["hop"]
+    longest = layout.max_positions - layout.tail - 1
+    max_frames = min(int(1.5 * max(clips.tokens.frames)), longest)
+    settings = base_model(model).generation_config
+    options = {name: getattr(settings, name) for name in GREEDY}
 
     def speak_alone(prompt: dict) -> tuple[np.ndarray, bool]:
-        voice, text = voices[prompt["index"]], clips.text(prompt["index"], 0)
-        before = None if voice is None else clips.tokens.codes(voice)
-        frames = cap if voice is None else min(cap, longest - len(before))
-        seed = torch_seed(config.seed, prompt["index"], "sample")
-        return speak(model, [text], frames, seed, process.device, before, **options)[0]
+        seed = torch_seed(clips.config.seed, prompt["index"], "sample")
+        text = clips.text(prompt["index"], 0)
+        [spoken] = speak(model, [text], max_frames, seed, process.device, **options)
+        return spoken
 
     def speak_share(share: list[dict]) -> list:
-        if together:
-            spoken = speak(model, [clips.text(prompt["index"], 0) for prompt in share], cap, 0, process.device)
+        if options["do_sample"]:
+            calls = list(share)
+            if all_ranks_must_join:  # every rank generates as often as the first
+                calls += share[:1] * (math.ceil(len(prompts) / process.world) - len(share))
+            spoken = [speak_alone(prompt) for prompt in calls][: len(share)]
         else:
-            idle = -(-len(prompts) // process.world) - len(share) if all_ranks_must_join else 0
-            spoken = [speak_alone(prompt) for prompt in share + share[:1] * idle]  # every rank as often as the first
-        results = []
-        for prompt, (codes, ended) in zip(share, spoken, strict=False):
-            truth, voice = clips.tokens.codes(clips.kept[prompt["index"]]), voices[prompt["index"]]
-            size = len(text_bytes(with_speaker(prompt["text"], config.text_mode), clips.tag_map, prompt["name"]))
-            shared = min(len(codes), len(truth))
-            facts = {
-                "seconds": len(codes) / rate,
-                "seconds_per_byte": len(codes) / rate / max(1, size),
-                "recorded_seconds_per_byte": len(truth) / rate / max(1, size),
-                "duration_ratio": len(codes) / len(truth),
-                "ended_by_eos": ended,
-                "repeats": samples.repeat_share(codes),
-                "codes_as_recorded": float((codes[:shared] == truth[:shared]).mean()) if shared else 0.0,
-            }
-            results.append((codes, facts if voice is None else facts | {"voice": clips.tokens.id(voice)}))
-        return results
+            texts = [clips.text(prompt["index"], 0) for prompt in share]
+            spoken = speak(model, texts, max_frames, 0, process.device, **options)
+        return [(codes, facts(prompt, codes, ended)) for prompt, (codes, ended) in zip(share, spoken, strict=True)]
+
+    def facts(prompt: dict, codes: np.ndarray, ended: bool) -> dict:
+        recorded = clips.tokens.codes(clips.kept[prompt["index"]])
+        text = with_speaker(prompt["text"], clips.config.text_mode)
+        size = max(1, len(text_bytes(text, clips.tag_map, prompt["name"])))
+        shared = min(len(codes), len(recorded))
+        return {
+            "seconds": len(codes) / rate,
+            "seconds_per_byte": len(codes) / rate / size,
+            "recorded_seconds_per_byte": len(recorded) / rate / size,
+            "duration_ratio": len(codes) / len(recorded),
+            "ended_by_eos": ended,
+            "repeats": samples.repeat_share(codes),
+            "codes_as_recorded": float((codes[:shared] == recorded[:shared]).mean()) if shared else 0.0,
+        }
 
     return samples.make_and_decode(clips, prompts, speak_share, folder, step, process, all_ranks_must_join)

@@ -98,15 +98,14 @@ def split_text(text: str, limit: int, size: Callable[[str], int]) -> list[str]:
     return parts
 
 
-def augment_tags(text: str, drop: float, limit: int, *key) -> str:
+def augment_tags(text: str, drop: float, *key) -> str:
     """Augments a tag prompt ("calm, piano, 90 bpm"): drops each tag with probability `drop`, keeps one, shuffles."""
     tags = [tag.strip() for tag in text.split(",") if tag.strip()]
     if not tags:
         return text
     draw = keyed_random.generator(*key, "tags")
     kept = [tag for tag in tags if draw.random() >= drop] or [tags[draw.integers(len(tags))]]
-    kept = [kept[i] for i in draw.permutation(len(kept))]
-    return ", ".join(kept[:limit] if limit else kept)
+    return ", ".join(kept[i] for i in draw.permutation(len(kept)))
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------
@@ -145,14 +144,12 @@ def layout_of(model_config) -> Layout:
     )
 
 
-def delayed(
-    codes_tc: np.ndarray, layout: Layout, positions: int, final: bool, context: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def delayed(codes_tc: np.ndarray, layout: Layout, positions: int, final: bool) -> tuple[np.ndarray, np.ndarray]:
     """Decoder inputs and labels (L, C) of one clip, in the layout of the HF processor.
 
     Channel c: BOS up to its delay, its codes, its own EOS right after them, then padding; inputs are all but the
     last position and labels all but the first. A window that stops before the clip's end (`final` false) is the
-    same stream cut at `positions`: no EOS, no tail, every label real. The first `context` frames have no labels.
+    same stream cut at `positions`: no EOS, no tail, every label real.
     """
     frames = len(codes_tc)
     stream = np.full((frames + layout.tail + 1, layout.channels), layout.pad, dtype=np.int64)
@@ -162,10 +159,7 @@ def delayed(
         if final:
             stream[delay + 1 + frames, channel] = layout.eos
     inputs, labels = stream[:positions], stream[1 : positions + 1]
-    labels = np.where((labels == layout.bos) | (labels == layout.pad), IGNORE, labels)
-    for channel, delay in enumerate(layout.delay):
-        labels[: delay + context, channel] = IGNORE
-    return inputs, labels
+    return inputs, np.where((labels == layout.bos) | (labels == layout.pad), IGNORE, labels)
 
 
 def undelayed(stream_lc: np.ndarray, layout: Layout, frames: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from models.dia.layout import SPEAKER_BYTES, labelled_states, read_tag_map
 WHY = {
     "bos": "BOS follows, which generation forces",
     "pad": "after the end of the channel",
-    "ctx": "context: a code that is heard, not predicted",
 }
 
 
@@ -57,7 +56,6 @@ def without_weights(config) -> SimpleNamespace:
 def clip_facts(clips: Clips, clip: int, epoch: int) -> dict:
     row, tokens, layout = clips.kept[clip], clips.tokens, clips.layout
     start, end, _, final = clips.part(clip, epoch)
-    voice = clips.voice(clip, epoch)
     rate = tokens.info["sample_rate"] / tokens.info["hop"]
     return {
         "id": tokens.id(row),
@@ -66,7 +64,6 @@ def clip_facts(clips: Clips, clip: int, epoch: int) -> dict:
         "text": tokens.text(row),
         "frames": f"{start} to {end} of {tokens.frames[row]} ({(end - start) / rate:.2f} s)"
         + ("" if final else ", cut before the end: no EOS"),
-        **({} if voice is None else {"continues": f"{tokens.id(voice)}: {tokens.text(voice)}"}),
         "delays": " ".join(map(str, layout.delay)),
         "special ids": f"EOS {layout.eos}, PAD {layout.pad}, BOS {layout.bos}",
     }
@@ -82,7 +79,7 @@ def codes_of(clips: Clips, batch: dict) -> Codes:
     layout = clips.layout
     inputs, labels = batch["decoder_input_ids"][0].numpy(), batch["labels"][0].numpy()
     following = np.concatenate([inputs[1:], np.full_like(inputs[:1], layout.pad)])
-    masked = np.where(following == layout.bos, "bos", np.where(following == layout.pad, "pad", "ctx"))
+    masked = np.where(following == layout.bos, "bos", "pad")
     return Codes(
         inputs,
         [],

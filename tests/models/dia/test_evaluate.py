@@ -16,7 +16,6 @@ from common.lora import base_model
 from common.loss import IGNORE, loss_head
 from common.runtime import Process
 from models.dia import evaluate
-from models.dia.data import WithRehearsal
 from models.dia.evaluate import token_metrics
 from models.dia.generate import speak
 from models.dia.layout import text_bytes
@@ -50,11 +49,11 @@ def hf_logits(model, batch):
 
 @pytest.mark.parametrize("frames", [24, 6])
 def test_the_probe_holds_what_is_said_and_its_likeliest_codes(tiny_dia, make_clips, random_codes, frames, monkeypatch):
-    """Also of clips with rehearsal, and of a model that stops before the longest delay."""
+    """Also of a model that stops before the longest delay."""
     model, clips = tiny_dia(), make_clips(random_codes(12, 5))
     model.logits_dense = loss_head(model.logits_dense)
     monkeypatch.setattr(evaluate, "PROBE_FRAMES", frames)
-    inputs, logits = evaluate.probe(model, WithRehearsal(clips, clips), torch.device("cpu"))
+    inputs, logits = evaluate.probe(model, clips, torch.device("cpu"))
     [(said, _)] = speak(model, [clips.text(1, 0)], frames, 0)
     positions, channels = 5 + clips.layout.tail, clips.layout.channels  # of the shorter clip
     codes = inputs["codes"].view(-1, channels)
@@ -356,20 +355,6 @@ def test_memorised_clips_are_spoken_exactly_with_their_ends(tiny_dia, make_clips
     for (found, ended), expected in zip(spoken, codes, strict=True):
         assert ended and found.shape == expected.shape, f"stopped at {len(found)}, not {len(expected)}; loss {loss}"
         assert np.array_equal(found, expected)
-
-
-@pytest.mark.long
-def test_memorised_clips_are_spoken_after_the_recording_that_they_continue(tiny_dia, make_clips, random_codes):
-    """Two speakers say the same text differently: which of them is meant only the recording tells."""
-    codes = random_codes(16, 16, 9, 9)
-    texts, columns = ["[S1] bada.", "[S1] bada.", "[S1] gumi.", "[S1] gumi."], {"speaker": ["a", "b", "a", "b"]}
-    clips = make_clips(codes, texts, columns=columns, voice_prompt=1.0, voice_prompt_seconds=10 / RATE)
-    assert [clips.voice(i, 0) for i in (0, 1)] == [2, 3]
-    model = tiny_dia()
-    memorise(model, clips.batch([0, 1]), clips, 150)
-    for i in (0, 1):
-        [(found, ended)] = speak(model, [clips.text(i, 0)], 30, seed=0, voice=codes[i + 2])
-        assert ended and np.array_equal(found, codes[i])
 
 
 @pytest.mark.long

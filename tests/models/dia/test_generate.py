@@ -1,7 +1,5 @@
 """What is generated, compared with plain transformers: the samples of a run, and speech that continues a recording."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from models.dia.generate import sample, sampling, speak, speak_parts
 from models.dia.layout import continue_text, text_bytes
 
 SETTINGS = {"guidance_scale": 3.0, "temperature": 1.8, "top_p": 0.9, "top_k": 45}
+CAP = 13  # frames of a sample: 1.5 x the longest clip
 TEXTS = ["[S1] one.", "[S1] a second text.", "[S1] three [S2] and more."]
 
 
@@ -45,24 +44,26 @@ def samples_of(model, clips, folder, step, ranks=1, all_ranks_must_join=False):
 
 
 def test_samples_equal_plain_generate_with_the_same_settings(tiny_dia, processor, held_out, tmp_path):
-    """By default, those of the authors' release; each clip with its own seed."""
-    model, clips = tiny_dia(), held_out(sample_frames=20, seed=4)
+    """Those of the checkpoint's generation_config.json; each clip with its own seed."""
+    model, clips = tiny_dia(), held_out(seed=4)
+    model.generation_config.update(do_sample=True, **SETTINGS)
     found = samples_of(model, clips, tmp_path, 5)
     for i, text in enumerate(TEXTS):
-        expected = plain_codes(model, processor, text, 20, torch_seed(4, i, "sample"), do_sample=True, **SETTINGS)
+        expected = plain_codes(model, processor, text, CAP, torch_seed(4, i, "sample"))
         assert np.array_equal(found[i], expected) and len(expected) > 3
 
 
 def test_greedy_samples_are_the_most_likely_codes_without_guidance(tiny_dia, processor, held_out, tmp_path):
-    model, clips = tiny_dia(), held_out(sample_frames=20, sample_greedy=True)
+    model, clips = tiny_dia(), held_out()
     found = samples_of(model, clips, tmp_path, 5)
     for i, text in enumerate(TEXTS):
-        expected = plain_codes(model, processor, text, 20, 0, do_sample=False, guidance_scale=None)
+        expected = plain_codes(model, processor, text, CAP, 0, do_sample=False, guidance_scale=None)
         assert np.array_equal(found[i], expected)
 
 
 def test_samples_are_the_same_for_any_number_of_ranks_and_at_every_step(tiny_dia, held_out, tmp_path):
-    model, clips = tiny_dia(), held_out(sample_frames=12)
+    model, clips = tiny_dia(), held_out()
+    model.generation_config.update(do_sample=True, **SETTINGS)
     one = samples_of(model, clips, tmp_path / "one", 1)
     for other in (
         samples_of(model, clips, tmp_path / "one", 2),
@@ -76,7 +77,8 @@ def test_samples_are_the_same_for_any_number_of_ranks_and_at_every_step(tiny_dia
 @pytest.mark.parametrize("greedy", [False, True])
 def test_under_zero3_every_rank_generates_equally_often(tiny_dia, held_out, tmp_path, monkeypatch, greedy):
     """A forward pass gathers the weights from all ranks: one call more on any rank would wait forever."""
-    model, clips, calls = tiny_dia(), held_out(sample_frames=3, sample_greedy=greedy), []
+    model, clips, calls = tiny_dia(), held_out(), []
+    model.generation_config.update(do_sample=not greedy)
     generate = model.generate
     monkeypatch.setattr(model, "generate", lambda *args, **kwargs: calls.append(1) or generate(*args, **kwargs))
     counts = []
@@ -106,21 +108,6 @@ def test_speech_after_a_recording_equals_the_librarys_own(tiny_dia, processor, m
     for name, value in theirs.items():
         assert torch.equal(given[name], value.long()), name
     assert np.array_equal(found, expected) and len(expected) > 3
-
-
-def test_samples_of_a_run_with_voices_go_on_after_them(tiny_dia, make_clips, random_codes, tmp_path):
-    codes, columns = random_codes(9, 7, 8, 6), {"speaker": ["a", "a", "b", "c"]}
-    flags = {"voice_prompt": 1.0, "samples": 4, "sample_frames": 12, "sample_greedy": True}
-    clips = make_clips(codes, train=False, info={"weights": None}, columns=columns, **flags)
-    model = tiny_dia()
-    found = samples_of(model, clips, tmp_path, 1)
-    for i, voice in enumerate([1, 0, None, None]):
-        assert clips.voice(i, 0) == voice
-        before = None if voice is None else codes[voice]
-        [(expected, _)] = speak(model, [clips.text(i, 0)], 12, 0, voice=before)
-        assert np.array_equal(found[i], expected)
-        facts = json.loads((tmp_path / "samples" / "step-00000001" / f"clip-{i:04d}.json").read_text())
-        assert facts.get("voice") == (None if voice is None else f"clip-{voice}")
 
 
 LONG = "[S1] " + " ".join(f"This is sentence number {number} of a text that is long." for number in range(30))

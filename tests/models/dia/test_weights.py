@@ -11,11 +11,9 @@ import torch
 from peft import PeftModel
 from transformers import DiaForConditionalGeneration
 
-import dia_full
 import dia_lora
 from common import lora
 from common.errors import UserError
-from common.optim import parameter_groups
 from helpers import support
 from helpers.dia_support import native_of
 from models.dia import weights as dia_weights
@@ -221,33 +219,7 @@ def test_what_cannot_be_averaged_is_refused(mono, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# ---- learning rates --------------------------------------------------------------------------------------------
-
-
-def test_lower_layers_learn_more_slowly(mono):
-    config = load_dia(mono, torch.float32).config
-    scale = dia_full.lr_scale(config, 0.5)
-    for stack, depth in (
-        ("encoder", config.encoder_config.num_hidden_layers),
-        ("decoder", config.decoder_config.num_hidden_layers),
-    ):
-        rates = [scale(f"model.{stack}.layers.{i}.self_attention.q_proj.weight") for i in range(depth)]
-        assert rates == [0.5 ** (depth - i) for i in range(depth)]
-    assert scale("model.encoder.embedding.weight") == 0.5 ** (config.encoder_config.num_hidden_layers + 1)
-    assert scale("model.decoder.embeddings.embed.weight") == 0.5 ** (config.decoder_config.num_hidden_layers + 1)
-    assert scale("model.decoder.norm.weight") == scale("logits_dense.weight") == 1.0
-
-
-def test_queries_and_keys_may_learn_more_slowly(mono):
-    """By the name of each parameter in the optimizer's groups, of both recipes."""
-    config = dia_lora.Config(model=mono, precision="fp32", channels=18)
-    tuned, whole = dia_lora.build_model(config, ONE_PROCESS, {}), load_dia(mono, torch.float32)
-    for model, scale in ((tuned, dia_lora.lr_scale(0.3)), (whole, dia_full.lr_scale(whole.config, 1.0, 0.3))):
-        rates = {id(p): group["lr_scale"] for group in parameter_groups(model, 0.0, (), scale) for p in group["params"]}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                slow = {"q_proj", "k_proj"} & set(name.split("."))
-                assert rates[id(parameter)] == (0.3 if slow else 1.0), name
+# ---- stereo with LoRA ------------------------------------------------------------------------------------------------
 
 
 def test_a_stereo_adapter_loads_with_plain_peft_onto_the_widened_base(mono, tmp_path):

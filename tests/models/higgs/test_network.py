@@ -24,7 +24,7 @@ def build(demo, kind: str):
     model = load_higgs(str(demo / "model"), "", torch.float32, text_head=True)
     if kind == "lora":
         names = [name for name, module in model.model.named_modules(prefix="model") if name.endswith("_proj")]
-        model = add_lora(model, {"all": names}, 4, seed=0, group_ranks={}, modules_to_save=["audio_lm_head"])
+        model = add_lora(model, {"all": names}, 4, seed=0, modules_to_save=["audio_lm_head"])
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -125,7 +125,7 @@ def check_tokens(folder: Path, info: dict, seen: "Seen") -> list[str]:
         if any(CONTROL.search(each) for each in texts):
             problems["with a control character in the text"].append(id)
         if not text:
-            problems["without text (training needs --allow-empty-text)"].append(id)
+            problems["without text"].append(id)
         elif not CHARACTERS_PER_SECOND[0] <= len(text) / length <= CHARACTERS_PER_SECOND[1]:
             notes["outside {} to {} characters per second".format(*CHARACTERS_PER_SECOND)].append(id)
         seen.compare(codes, (folder, id, row.get("split")), problems, notes)

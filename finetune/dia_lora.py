@@ -122,7 +122,8 @@ def build_model(config: Config, ds: dict, tag_map: dict[str, int]):
     if stage_of(ds) == 3 and config.quantize != "none":
         raise UserError(f"--quantize {config.quantize} needs ZeRO-2: a quantised base cannot be sharded.")
     if stage_of(ds) == 3 and tag_map:
-        raise UserError("--tag-map needs ZeRO-2: PEFT cannot train single rows of a sharded embedding.")
+        # PEFT 0.21 gathers those rows on CUDA only (peft/tuners/trainable_tokens/layer.py), so no test here proves it.
+        raise UserError("--tag-map needs ZeRO-2: single rows of a sharded embedding cannot be trained.")
     names = [name for group in config.lora_groups for name in PRESETS.get(group, [group])]
     if config.channels and "head" in names:
         raise UserError("--lora-groups head: with --channels the head is trained whole, without LoRA.")

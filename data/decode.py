@@ -1,10 +1,9 @@
-"""Decode codec tokens to audio: FILE.npy becomes FILE.wav and a spectrogram, FILE.png, in the same folder.
+"""Decode codec tokens to audio: FILE.npy becomes FILE.wav in the same folder.
 
-    python data/decode.py --codec-weights descript/dac_44khz samples/step-100.npy
+    python data/decode.py --codec-weights descript/dac_44khz samples/*.npy
 
 FILE.npy holds integers of shape (T, C), where C is the number of codebooks, or twice that for stereo (all of the left
-channel, then all of the right). Training never loads a codec: it writes .npy files and runs this command in another
-process.
+channel, then all of the right).
 """
 
 import argparse
@@ -46,21 +45,10 @@ def main() -> None:
     arrays = {file: codes for file, codes in arrays.items() if len(codes)}
     if not arrays:
         return
-    write_sounds(arrays, load_codec(find_weights(args.codec_weights, args.codec_revision)))
-
-
-def decode_files(files: list[Path], codec) -> None:
-    """Writes FILE.wav and FILE.png for those that hold at least one frame."""
-    arrays = {file: read_codes(file) for file in files}
-    write_sounds({file: codes for file, codes in arrays.items() if len(codes)}, codec)
-
-
-def write_sounds(arrays: dict, codec) -> None:
+    codec = load_codec(find_weights(args.codec_weights, args.codec_revision))
     waves = {file: decode_codes(codec, codes, str(file)) for file, codes in arrays.items()}
     for file, wave in waves.items():
-        write_wav(file.with_suffix(".wav"), wave, codec.sample_rate)
-        write_spectrogram(file.with_suffix(".png"), wave, codec.sample_rate)
-        add_audio_facts(file.with_suffix(".json"), wave, codec.sample_rate)
+        write_sound(file.with_suffix(".wav"), wave, codec.sample_rate)
         print(f"{file.with_suffix('.wav')}: {wave.shape[1] / codec.sample_rate:.2f} s")
 
 
@@ -92,26 +80,15 @@ def decode_codes(codec, codes, name: str):
     return torch.stack(channels).clamp(-1, 1).numpy()
 
 
+def write_sound(file: Path, wave, rate: int) -> None:
+    """Writes FILE.wav, and its silence and clipping to FILE.json, if there is one."""
+    write_wav(file, wave, rate)
+    add_audio_facts(file.with_suffix(".json"), wave, rate)
+
+
 def write_wav(file: Path, wave, rate: int) -> None:
     temporary = file.with_name(file.name + ".tmp")
     soundfile.write(temporary, wave.T, rate, subtype="PCM_16", format="WAV")
-    temporary.rename(file)
-
-
-def write_spectrogram(file: Path, wave, rate: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    mono = wave.mean(axis=0)
-    figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
-    window = 1024
-    axes.specgram(np.pad(mono, (0, max(0, window - len(mono)))) + 1e-7, NFFT=window, Fs=rate, noverlap=window * 3 // 4)
-    axes.set(xlabel="seconds", ylabel="Hz", title=file.stem)
-    temporary = file.with_name(file.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=100)
-    pyplot.close(figure)
     temporary.rename(file)
 
 

@@ -69,7 +69,7 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import torch
 
-from common import engine, export_check, hub, lora, optim, runs, samples
+from common import engine, export_check, hub, lora, optim, runs
 from common.attention import choose_attention
 from common.codec import codec_identity
 from common.compiling import compile_layers
@@ -195,24 +195,19 @@ def compute_loss(model, batch: dict, clips: Clips) -> LossOutput:
 # ---- evaluation and score --------------------------------------------------------------------------------------
 
 
-def evaluate(model, clips: Clips | None, run: runs.Run, ema: Ema, step: int) -> float | None:
-    """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now."""
+def evaluate(model, clips: Clips | None, run: runs.Run, ema: Ema, scores: SampleScores, step: int) -> float | None:
+    """Logs the metrics and makes the samples of the EMA weights; returns the checkpoint's score, lower is better."""
     if not clips:
         return None
     with ema.applied():
         metrics = token_metrics(model, clips, run.process)
+        spoken = sample(model, clips, run.folder, step, run.process, run.sharded) if run.config.samples else []
     run.tracker.event("eval", step, **metrics)
     say(f"evaluation at step {step}: loss {metrics['loss']:.4f}  text gap {metrics['text_gap']:.4f}"
         f"  end recall {metrics['eos_recall']:.2f}  end false alarm {metrics['eos_false_alarm']:.4f}")  # fmt: skip
-    # Other scores than the loss come later, when the samples of this step have been scored.
-    return score_of(metrics, {}, clips.config) if clips.config.best_by == "loss" else None
-
-
-def score_of(metrics: dict, base: dict, config: Config) -> float | None:
-    """The score, of which the lowest makes the best checkpoint. `metrics`: of its evaluation and its samples, `base`:
-    those before training."""
+    metrics |= scores.of_step(step, spoken)
     # A model that would not stop speaking has no score, so it is never the best.
-    return best_score(metrics, config.best_by) if metrics["eos_recall"] >= config.min_eos_recall else None
+    return best_score(metrics, run.config.best_by) if metrics["eos_recall"] >= run.config.min_eos_recall else None
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
@@ -289,16 +284,11 @@ def train(config: Config, process: Process, ds: dict):
     run = runs.Run("dia_lora", config, ds, process, fingerprint, steps, codec)
     if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
         run.stop(run.start_step)
-    scores = SampleScores(run, eval_clips, ("original", "recorded"), score_of, decide=config.best_by != "loss")
-    decoders = []
+    scores = SampleScores(run, eval_clips, ("original", "recorded"))
     if run.checkpoint:
         run.load(ds_engine, ema)
     else:
-        evaluate(model, eval_clips, run, ema, step=0)  # what training has to improve on
-        if eval_clips and config.samples:
-            decoders += sample(model, eval_clips, run.folder, 0, process, stage_of(ds) == 3)
-            run.tracker.event("sample", 0)
-            scores.expect(0, evaluated=True)
+        evaluate(model, eval_clips, run, ema, scores, step=0)  # what training has to improve on
     gradient_check = GradientCheck(active=not run.checkpoint)
 
     def build_micro_batch(index: int) -> dict:
@@ -342,28 +332,20 @@ def train(config: Config, process: Process, ds: dict):
         else:
             run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step])
 
-        score, is_best, evaluates = None, False, last or is_due(config.eval_every, done)
-        if evaluates:
-            scores.collect()  # of earlier samples
-            score = evaluate(model, eval_clips, run, ema, done)
+        score, is_best = None, False
+        if last or is_due(config.eval_every, done):
+            score = evaluate(model, eval_clips, run, ema, scores, done)
             is_best = run.is_best(done, score)
-        speaks = last or is_due(config.sample_every, done) or (evaluates and scores.decide)
-        if eval_clips and config.samples and speaks and (last or not totals.stop):
-            with ema.applied():
-                decoders += sample(model, eval_clips, run.folder, done, process, stage_of(ds) == 3)
-            run.tracker.event("sample", done)
-            scores.expect(done, evaluates)
-        if last or totals.stop or is_best or run.unscored == done or is_due(config.save_every, done):
+        if last or totals.stop or is_best or is_due(config.save_every, done):
             run.save(ds_engine, ema, done, score)
         if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
 
     # finish
-    scores.collect(last=True)
     checkpoint = run.load_best(ds_engine, ema, steps)
     export(model, ema, config, run.folder / "export", tag_map, codec, checkpoint, process)
     export_check.require_same(run, ema, probe, model, eval_clips or clips)
-    samples.wait_for(decoders, process)  # those of all ranks
+    scores.finish()
     run.finish(steps)
     if process.is_main:
         say_result(run.folder, "adapter")

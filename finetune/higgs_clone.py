@@ -102,7 +102,7 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import torch
 
-from common import engine, export_check, hub, lora, optim, runs, samples
+from common import engine, export_check, hub, lora, optim, runs
 from common.codec import codec_identity
 from common.contracts import LossOutput
 from common.ema import Ema
@@ -119,7 +119,7 @@ from common.runtime import Process, any_rank, init_process, run_main, say, stop_
 from common.tokens import open_tokens
 from models.higgs.data import VoiceClips
 from models.higgs.evaluate import layout_losses, probe, token_metrics
-from models.higgs.generate import sample
+from models.higgs.generate import sample, sample_metrics
 from models.higgs.layout import Layout, labelled_states, labelled_text_states, layout_of
 from models.higgs.network import run_layer
 from models.higgs.text import Chat
@@ -245,31 +245,18 @@ def check_start(model, clips: VoiceClips, limit: float, device: torch.device) ->
         )
 
 
-def evaluate(
-    model,
-    clips: VoiceClips | None,
-    run: runs.Run,
-    ema: Ema,
-    step: int,
-    sharded: bool,
-    decoders: list,
-    scores: SampleScores,
-) -> float | None:
-    """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now.
-
-    `sharded`: under ZeRO-3 every rank must generate. The processes that decode samples are appended to `decoders`.
-    """
+def evaluate(model, clips: VoiceClips | None, run: runs.Run, ema: Ema, scores: SampleScores, step: int) -> float | None:
+    """Logs the metrics and makes the samples of the EMA weights; returns the score (see `score_of`)."""
     if not clips:
         return None
+    spoken = []
     with ema.applied():
         metrics = token_metrics(model, clips, run.process)
         # Samples are part of the evaluation: whether they stop and sound like the reference decides, besides the loss,
         # whether a checkpoint can be the best, and no teacher-forced metric shows it.
         if run.config.samples:
-            sample_metrics, started = sample(model, clips, run.folder, step, run.process, sharded)
-            metrics |= sample_metrics
-            decoders += started
-            scores.expect(step, evaluated=True)
+            spoken = sample(model, clips, run.folder, step, run.process, run.sharded)
+            metrics |= sample_metrics(spoken, run.process)
     base = run.first_eval() if step else metrics
     run.tracker.event("eval", step, **metrics)
     change = {name: metrics[name] - base[name] for name in metrics if name in base}
@@ -278,14 +265,12 @@ def evaluate(
     ))  # fmt: skip
     if metrics.get("gap", 1) <= 0:
         say("warning: the loss is as low with another speaker's reference: the voice prompt is ignored")
-
-    # What listeners measure comes later, when the samples of this step have been scored.
-    return None if scores.decide else score_of(metrics | {"step": step}, base, run.config)
+    return score_of(scores.of_step(step, spoken) | metrics | {"step": step}, base, run.config)
 
 
 def score_of(metrics: dict, base: dict, config: Config) -> float | None:
-    """The score, of which the lowest makes the best checkpoint. `metrics`: of its evaluation and its samples, `base`:
-    those before training."""
+    """The checkpoint's score, lower is better. `metrics`: of its evaluation and its samples; `base`: the same before
+    training."""
     # A checkpoint that stops less often, sounds less like the reference or is less intelligible than the base has none,
     # so it is never the best. Few samples make these metrics noisy, hence the tolerance. The gap does not decide: it
     # also falls because the model knows more voices, so that another one's reference misleads it less.
@@ -372,15 +357,12 @@ def train(config: Config, process: Process, ds: dict):
     run = runs.Run("higgs_clone", config, ds, process, fingerprint, steps, codec)
     if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
         run.stop(run.start_step)
-    sharded, decoders = stage_of(ds) == 3, []
-    scores = SampleScores(run, eval_clips, ("reference",), score_of, decide=True)
+    scores = SampleScores(run, eval_clips, ("reference",))
     if run.checkpoint:
         run.load(ds_engine, ema)
     else:
         check_start(model, eval_clips or clips, config.max_start_loss, process.device)
-        evaluate(
-            model, eval_clips, run, ema, 0, sharded, decoders, scores
-        )  # the base, which later ones are compared with
+        evaluate(model, eval_clips, run, ema, scores, step=0)  # the base, which later ones are compared with
     gradient_check = GradientCheck(active=not run.checkpoint)
 
     def build_micro_batch(index: int) -> dict:
@@ -425,29 +407,19 @@ def train(config: Config, process: Process, ds: dict):
             run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step])
 
         score, is_best = None, False
-        evaluates = last or is_due(config.eval_every, done)
-        if evaluates:
-            scores.collect()  # of earlier samples
-            score = evaluate(model, eval_clips, run, ema, done, sharded, decoders, scores)
+        if last or is_due(config.eval_every, done):
+            score = evaluate(model, eval_clips, run, ema, scores, done)
             is_best = run.is_best(done, score)
-        if last or totals.stop or is_best or run.unscored == done or is_due(config.save_every, done):
+        if last or totals.stop or is_best or is_due(config.save_every, done):
             run.save(ds_engine, ema, done, score)
         if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
-        # An evaluation has made its own samples.
-        if eval_clips and config.samples and not evaluates and is_due(config.sample_every, done):
-            with ema.applied():
-                sample_metrics, started = sample(model, eval_clips, run.folder, done, process, sharded)
-            decoders += started
-            run.tracker.event("sample", done, **sample_metrics)
-            scores.expect(done, evaluated=False)
 
     # finish
-    scores.collect(last=True)
     checkpoint = run.load_best(ds_engine, ema, steps)
     export(model, ema, config, run.folder / "export", codec, checkpoint, process)
     export_check.require_same(run, ema, probe, model, eval_clips or clips)
-    samples.wait_for(decoders, process)  # those of all ranks
+    scores.finish()
     run.finish(steps)
     if process.is_main:
         say_result(run.folder, "export")

@@ -91,7 +91,7 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import torch
 
-from common import engine, export_check, hub, lora, optim, runs, samples
+from common import engine, export_check, hub, lora, optim, runs
 from common.codec import codec_identity
 from common.contracts import LossOutput
 from common.ema import Ema
@@ -215,27 +215,31 @@ def check_first_loss(loss: float, model: MoTLlama, config: Config) -> None:
 
 
 def evaluate(
-    model: MoTLlama, clips: Clips | None, text_reference: list, run: runs.Run, ema: Ema, step: int
+    model: MoTLlama,
+    clips: Clips | None,
+    text_reference: list,
+    sampling: dict,
+    run: runs.Run,
+    ema: Ema,
+    scores: SampleScores,
+    step: int,
 ) -> float | None:
-    """Logs the metrics of the EMA weights; returns the score (see `score_of`) if it is known by now."""
+    """Logs the metrics and makes the samples of the EMA weights; returns the checkpoint's score, lower is better."""
     if not clips:
         return None
     with ema.applied():
         metrics = token_metrics(model, clips, text_reference, run.process)
+        played = []
+        if run.config.samples:
+            played = sample(model, clips, sampling, run.folder, step, run.process, run.sharded)
     run.tracker.event("eval", step, **metrics)
     say(f"evaluation at step {step}: loss {metrics['loss']:.4f}  {metrics['kbps']:.3f} of {metrics['codec_kbps']:.1f}"
         f" kbps  caption gain {metrics['caption_gain']:.4f}, at onsets {metrics['caption_gain_onsets']:.4f}"
         f"  text drift {metrics['text_drift']:g}")  # fmt: skip
     if metrics["text_drift"]:
         say("warning: text logits differ from those of the original Llama")
-    # Other scores than the loss come later, when the samples of this step have been scored.
-    return score_of(metrics, {}, clips.config) if clips.config.best_by == "loss" else None
-
-
-def score_of(metrics: dict, base: dict, config: Config) -> float | None:
-    """The score, of which the lowest makes the best checkpoint: the unweighted loss per code, with each clip's own
-    caption, or what --best-by names. `metrics`: of its evaluation and its samples, `base`: those before training."""
-    return best_score(metrics, config.best_by)
+    # The loss among them is the unweighted one per code, with each clip's own caption.
+    return best_score(metrics | scores.of_step(step, played), run.config.best_by)
 
 
 # ---- export ----------------------------------------------------------------------------------------------------
@@ -315,9 +319,8 @@ def train(config: Config, process: Process, ds: dict):
     run = runs.Run("llama_mot", config, ds, process, fingerprint, steps, codec)
     if any_rank(stop_requested(), process):  # a signal came while the model was loading: nothing new to save
         run.stop(run.start_step)
-    scores = SampleScores(run, eval_clips, (), score_of, decide=config.best_by != "loss")
+    scores = SampleScores(run, eval_clips, ())
     text_reference = llama_text_logits(model, eval_clips, process.device) if eval_clips else []
-    decoders = []
     if run.checkpoint:
         run.load(ds_engine, ema)
     else:
@@ -325,11 +328,9 @@ def train(config: Config, process: Process, ds: dict):
             losses = on_main(lambda: baselines(clips, eval_clips), process)
             run.tracker.event("baselines", 0, **losses)
             say("evaluation loss of trivial models:", ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
-        evaluate(model, eval_clips, text_reference, run, ema, step=0)  # what training has to improve on
-        if eval_clips and config.samples:
-            decoders += sample(model, eval_clips, sampling, run.folder, 0, process, stage_of(ds) == 3)
-            run.tracker.event("sample", 0)
-            scores.expect(0, evaluated=True)
+        evaluate(
+            model, eval_clips, text_reference, sampling, run, ema, scores, step=0
+        )  # what training has to improve on
     gradient_check = GradientCheck(active=not run.checkpoint)
 
     def build_micro_batch(index: int) -> dict:
@@ -374,28 +375,20 @@ def train(config: Config, process: Process, ds: dict):
         else:
             run.skip(done, meter, [clips.batch(rows, epoch) for epoch, rows in rows_of_step])
 
-        score, is_best, evaluates = None, False, last or is_due(config.eval_every, done)
-        if evaluates:
-            scores.collect()  # of earlier samples
-            score = evaluate(model, eval_clips, text_reference, run, ema, done)
+        score, is_best = None, False
+        if last or is_due(config.eval_every, done):
+            score = evaluate(model, eval_clips, text_reference, sampling, run, ema, scores, done)
             is_best = run.is_best(done, score)
-        speaks = last or is_due(config.sample_every, done) or (evaluates and scores.decide)
-        if eval_clips and config.samples and speaks and (last or not totals.stop):
-            with ema.applied():
-                decoders += sample(model, eval_clips, sampling, run.folder, done, process, stage_of(ds) == 3)
-            run.tracker.event("sample", done)
-            scores.expect(done, evaluates)
-        if last or totals.stop or is_best or run.unscored == done or is_due(config.save_every, done):
+        if last or totals.stop or is_best or is_due(config.save_every, done):
             run.save(ds_engine, ema, done, score)
         if totals.stop and not last:  # all ranks agree on it, because totals are reduced
             run.stop(done)
 
     # finish
-    scores.collect(last=True)
     checkpoint = run.load_best(ds_engine, ema, steps)
     export(model, ema, config, run.folder / "export", clips, checkpoint, process)
     export_check.require_same(run, ema, probe, model, eval_clips or clips)
-    samples.wait_for(decoders, process)  # those of all ranks
+    scores.finish()
     run.finish(steps)
     if process.is_main:
         say_result(run.folder, "adapter")

@@ -101,13 +101,11 @@ def save(
     score: float | None,
     rank_state: dict | None = None,
     background: bool = False,
-    unscored: bool = False,
 ) -> "Pending":
     """Writes the checkpoint of step `state["step"]`; the one with the lowest `score` is protected from retention.
 
     `engine`: one, or a dict of several by name. `rank_state`: tensors that only this rank holds. `background`: copies
-    everything in memory and returns; call `wait` on the result, on every rank, before relying on it. `unscored`: its
-    score comes later, by `set_score`, and until then it is kept.
+    everything in memory and returns; call `wait` on the result, on every rank, before relying on it.
     """
     final = folder / f"step-{state['step']:08d}"
     draft = folder / f".{final.name}.tmp"
@@ -126,7 +124,7 @@ def save(
     # In the background everything is copied first; otherwise one file at a time.
     copied, files = (lambda tree: tree, _host_copy(files)) if background else (_host_copy, files)
     pending = Pending(final, draft, process)
-    entry = {"name": final.name, "step": state["step"], "score": score} | ({"unscored": True} if unscored else {})
+    entry = {"name": final.name, "step": state["step"], "score": score}
     publish = functools.partial(_publish, pending, copy.deepcopy(state), entry, keep)
     pending.thread = threading.Thread(target=_write, args=(pending, files, copied, publish), name="checkpoint")
     pending.thread.start()
@@ -275,25 +273,14 @@ def _publish(pending: Pending, state: dict, entry: dict, keep: int) -> None:
     _retain(final.parent, [*entries, entry], keep)
 
 
-def set_score(folder: Path, step: int, score: float | None, keep: int) -> None:
-    """Enters a score that came after its checkpoint; not while another one is being written."""
-    entries = read_index(folder)
-    for entry in entries:
-        if entry["step"] == step and entry.pop("unscored", False):
-            entry["score"] = score
-    _retain(folder, entries, keep)
-
-
 def _by_tag(engine) -> dict:
     return engine if isinstance(engine, dict) else {TAG: engine}
 
 
 def _retain(folder: Path, entries: list[dict], keep: int) -> None:
-    """Keeps the newest `keep`, the best, and those without their score. The index drops a
-    checkpoint before its folder is deleted."""
+    """Keeps the newest `keep` and the best. The index drops a checkpoint before its folder is deleted."""
     scored = [entry for entry in entries if entry["score"] is not None and math.isfinite(entry["score"])]
     kept = {entry["name"] for entry in entries[-keep:]}
-    kept |= {entry["name"] for entry in entries if entry.get("unscored")}
     if scored:
         kept.add(min(scored, key=lambda entry: entry["score"])["name"])
     write_json(folder / "index.json", {"checkpoints": [entry for entry in entries if entry["name"] in kept]})

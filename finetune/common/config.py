@@ -136,11 +136,8 @@ class RunConfig:
         low=0,
         may_change=True,
     )
-    sample_every: int = flag(
-        0, "optimizer steps between samples; 0 = only after training", group="output", low=0, may_change=True
-    )
     samples: int = flag(
-        4, "evaluation clips to generate each time samples are made; 0 = none", group="output", low=0, may_change=True
+        4, "evaluation clips to generate at every evaluation; 0 = none", group="output", low=0, may_change=True
     )
     export_check: bool = flag(
         True,

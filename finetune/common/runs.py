@@ -64,8 +64,7 @@ class Run:
         self.identity = identity(config, stage_of(ds), process, fingerprint)
         self.skips, self.best = 0, None
         self.pending = None  # the checkpoint that is being written
-        self.unscored = None  # the step whose checkpoint gets its score later, see common/sample_scores.py
-        self.at_end = []  # functions to call before the run ends, also after a signal
+        self.sharded = stage_of(ds) == 3  # under ZeRO-3 every rank must run the model equally often
         self.checkpoint = checkpoint.choose(config.resume, self.checkpoints, process, config.force_resume)
         self.start_step = 0
         if self.checkpoint:
@@ -187,16 +186,8 @@ class Run:
             score,
             rank_state,
             background=True,
-            unscored=step == self.unscored,
         )
         self.tracker.event("checkpoint", step, path=str(self.pending.path), stall_s=time.monotonic() - began)
-
-    def set_score(self, step: int, score: float | None) -> None:
-        """Enters the score of a checkpoint that was saved without one. Every rank must call it."""
-        self.wait_for_checkpoint()
-        self.is_best(step, score)
-        if self.process.is_main:
-            checkpoint.set_score(self.checkpoints, step, score, self.config.keep)
 
     def wait_for_checkpoint(self) -> None:
         if self.pending:
@@ -217,10 +208,9 @@ class Run:
         return chosen_facts(self.best["step"], self.best["score"], self.config)
 
     def first_eval(self) -> dict:
-        """The evaluation before the first step, which later ones are compared with; the same on every rank. After a
-        resume it is read from metrics.jsonl."""
-
-        return on_main(lambda: self.events("eval").get(0, {}), self.process)
+        """The evaluation before the first step and its samples' scores, which later ones are compared with; the same on
+        every rank. They are read from metrics.jsonl."""
+        return on_main(lambda: self.events("scores").get(0, {}) | self.events("eval").get(0, {}), self.process)
 
     def events(self, name: str, key: str = "step") -> dict:
         """The events of this name in metrics.jsonl, by step or by another of their values. For the main rank."""
@@ -230,8 +220,6 @@ class Run:
     def stop(self, step: int) -> None:
         """Ends a run after a signal, once it is saved."""
         self.wait_for_checkpoint()
-        for end in self.at_end:
-            end()
         self.tracker.event("preempted", step)
         say(f"stopped by a signal after step {step}; run the same command with --out {self.folder} to continue")
         report_outcome(EXIT_STOPPED)
@@ -242,8 +230,6 @@ class Run:
 
     def finish(self, steps: int) -> None:
         self.wait_for_checkpoint()
-        for end in self.at_end:
-            end()
         self.tracker.event("done", steps)
         self.tracker.close()
         unlock(self.folder)

@@ -1,31 +1,22 @@
-"""Samples without idle ranks: prompts are dealt to all ranks, and a separate low-priority process decodes the codes.
+"""Samples of a run: prompts are dealt to all ranks, which write codes (.npy) and facts (.json).
 
-A training process never loads a codec: it writes codes (.npy) and facts (.json); data/decode.py makes the audio.
+A training process never loads a codec: data/watch.py makes the audio, see common/sample_scores.py.
 """
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 
-from common.codec import place_of_codec
-from common.runtime import Process, any_rank
-from common.sample_scores import NICE, asked
-
-DECODING_SECONDS = 900.0
-DECODER = Path(__file__).resolve().parents[2] / "data" / "decode.py"
+from common.runtime import Process
 
 
 def take_samples(prompts: list[dict], speak, folder: Path, process: Process, all_ranks_must_join: bool) -> list[Path]:
     """Generates this rank's share of `prompts` ({"name", "text", ...}); returns the files of codes it wrote.
 
-    `speak(prompts)` returns codes and facts per prompt. There is no barrier: the next collective is the next training
-    step. A failure is printed and does not stop training. Under ZeRO-3 every rank must run the model: a rank without a
-    prompt generates the first one and discards it, and a failure on one rank would hang the others, so it is raised.
+    `speak(prompts)` returns codes and facts per prompt. A failure is printed and does not stop training. Under ZeRO-3
+    every rank must run the model: a rank without a prompt generates the first one and discards it, and a failure on one
+    rank would hang the others, so it is raised.
     """
     share = prompts[process.rank :: process.world]
     if not share and not all_ranks_must_join:
@@ -47,29 +38,22 @@ def choose_prompts(clips) -> list[dict]:
     return [{"name": f"clip-{i:04d}", "text": clips.tokens.text(clips.kept[i]), "index": int(i)} for i in chosen]
 
 
-def make_and_decode(
+def make_samples(
     clips, prompts: list[dict], speak, run: Path, step: int, process: Process, all_ranks_must_join: bool
-) -> list:
-    """Makes the samples of one step and, once per run, those of the recordings, the codec's ceiling; returns the
-    decoder processes it started."""
-    codec, decoders = codec_of(clips), []
+) -> list[Path]:
+    """Makes the samples of one step and, once per run, writes the recordings to compare them with; returns the files of
+    codes of this rank's samples."""
     if process.is_main:
-        decoders.append(start_decoder(write_recorded(clips, prompts, run / "samples"), codec))
-    files = take_samples(prompts, speak, run / "samples" / f"step-{step:08d}", process, all_ranks_must_join)
-    return [*decoders, start_decoder(files, codec)]
+        write_recorded(clips, prompts, run / "samples")
+    return take_samples(prompts, speak, run / "samples" / f"step-{step:08d}", process, all_ranks_must_join)
 
 
-def codec_of(clips) -> str | None:
-    """The codec to decode samples with; None if data/watch.py decodes them."""
-    return None if asked(clips.config) else place_of_codec(clips.tokens.info)
-
-
-def write_recorded(clips, prompts: list[dict], folder: Path) -> list[Path]:
-    """Writes the codes of the prompts' clips to recorded/, and copies their own files, if they are known, to original/.
-    Returns the files of codes; none if all are there."""
+def write_recorded(clips, prompts: list[dict], folder: Path) -> None:
+    """Writes the codes of the prompts' clips to recorded/, unless they are there, and copies their own files, if they
+    are known, to original/."""
     tokens, truth = clips.tokens, folder / "recorded"
     if all((truth / f"{prompt['name']}.json").exists() for prompt in prompts):
-        return []
+        return
     sources = source_files(tokens)
     for prompt in prompts:
         source = sources.get(tokens.label("source", clips.kept[prompt["index"]]) or "")
@@ -78,7 +62,7 @@ def write_recorded(clips, prompts: list[dict], folder: Path) -> list[Path]:
             original.mkdir(parents=True, exist_ok=True)
             (original / f"{prompt['name']}.json").write_text(json.dumps(prompt), encoding="utf-8")
             (original / f"{prompt['name']}.wav").write_bytes(source.read_bytes())
-    return write_all(truth, prompts, [(tokens.codes(clips.kept[prompt["index"]]), {}) for prompt in prompts])
+    write_all(truth, prompts, [(tokens.codes(clips.kept[prompt["index"]]), {}) for prompt in prompts])
 
 
 def source_files(tokens) -> dict[str, Path]:
@@ -103,38 +87,6 @@ def write_codes(folder: Path, prompt: dict, codes: np.ndarray, facts: dict) -> P
     np.save(path, codes, allow_pickle=False)
     path.with_suffix(".json").write_text(json.dumps(prompt | facts, indent=2) + "\n", encoding="utf-8")
     return path
-
-
-def start_decoder(files: list[Path], codec: str | None) -> subprocess.Popen | None:
-    """Starts turning codes into .wav and .png in the background; its output goes to decode.log next to them."""
-    if not files or not codec:  # without their codec, codes cannot be decoded
-        return None
-    command = [sys.executable, DECODER, "--codec-weights", codec]
-    try:
-        with open(files[0].parent / "decode.log", "a") as log:
-            return subprocess.Popen(
-                [*command, *files],
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                preexec_fn=lambda: os.nice(NICE),
-            )
-    except OSError as error:
-        print(f"warning: samples cannot be decoded: {error}", flush=True)
-        return None
-
-
-def wait_for(decoders: list, process: Process) -> None:
-    """Waits until the samples of all ranks are decoded, or for DECODING_SECONDS: on a busy machine that takes long, and
-    they are decoded after the run too. Every rank must call it: those that have finished hear that others have not."""
-    decoders, until = [decoder for decoder in decoders if decoder], time.monotonic() + DECODING_SECONDS
-    while any_rank(time.monotonic() < until and any(decoder.poll() is None for decoder in decoders), process):
-        time.sleep(0.1)
-    for decoder in decoders:
-        if decoder.poll() is None:
-            print(f"warning: samples in {decoder.args[-1].parent} are still being decoded", flush=True)
-        elif decoder.returncode:
-            print(f"warning: decoding samples failed; see {decoder.args[-1].parent}/decode.log", flush=True)
 
 
 def repeat_share(codes: np.ndarray) -> float:

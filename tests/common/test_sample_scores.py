@@ -1,19 +1,21 @@
-"""Scores of samples that arrive later: what waits for them, what they decide, and that a kill loses none."""
+"""Scores of samples: what waits for them, what is only logged, and that a kill loses none."""
 
-import dataclasses
 import hashlib
 import json
 import math
 import os
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from common import checkpoint, sample_scores
+from common import sample_scores
 from common.errors import UserError
 from common.runs import Run
-from common.sample_scores import MusicFlags, SampleScores, SpeechFlags, best_score
+from common.sample_scores import SampleScores, SpeechFlags, best_score
 
 DS = {"zero_optimization": {"stage": 2}}
 METRICS = {"loss": 2.0, "wer": 0.3, "similarity": 0.7, "dnsmos": 3.1, "stop_rate": 0.75, "duration_ratio": 0.5}
@@ -50,28 +52,39 @@ def test_what_was_not_measured_has_no_score():
 
 # ---- a run whose watcher is played by the test ------------------------------------------------------------------
 
+# Says that it is ready, notes what it sees and is asked, and answers with what the test has written; "die" ends it.
+STAND_IN = """
+import json, os, pathlib, sys, time
+run = pathlib.Path(sys.argv[1])
+(run / "scores" / "seen").write_text(json.dumps([os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[2:]]))
+(run / "scores" / "ready").touch()
+for line in sys.stdin:
+    with open(run / "asked", "a") as asked:
+        asked.write(line)
+    folder = line.split()[0]
+    while not (run / f"{folder}.answer").exists():
+        time.sleep(0.01)
+    answer = (run / f"{folder}.answer").read_text()
+    if answer == "die":
+        sys.exit(1)
+    (run / "scores" / f"{folder}.tmp").write_text(json.dumps({"means": json.loads(answer), "samples": {}}))
+    (run / "scores" / f"{folder}.tmp").rename(run / "scores" / f"{folder}.json")
+"""
+
 
 @pytest.fixture
 def watcher(tmp_path, monkeypatch):
-    """A process that says that it is ready, notes what it sees of the machine, and then scores nothing."""
     script = tmp_path / "watch.py"
-    script.write_text(
-        "import os, pathlib, sys, time\n"
-        "scores = pathlib.Path(sys.argv[1]) / 'scores'\n"
-        "(scores / 'seen').write_text(repr((os.environ['CUDA_VISIBLE_DEVICES'], os.nice(0), sys.argv[2:])))\n"
-        "(scores / 'ready').touch()\n"
-        "time.sleep(60)\n"
-    )
+    script.write_text(STAND_IN)
     monkeypatch.setattr(sample_scores, "WATCHER", script)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-
-
-CLIPS = SimpleNamespace(
-    tokens=SimpleNamespace(text=lambda i: "hello", info={"weights": "codec"}), kept=np.arange(3), config=None
-)
+    return script
 
 
 class Clips(SimpleNamespace):
+    tokens = SimpleNamespace(text=lambda i: "hello", info={"weights": "codec"})
+    kept = np.arange(3)
+
     def __len__(self):
         return 3
 
@@ -80,137 +93,132 @@ class Clips(SimpleNamespace):
 def start(tmp_path, one_rank, watcher, request):
     """start(...) -> a run, resumed if it has checkpoints, and its scores."""
 
-    def build(decide=True, score_of=lambda m, b, c: best_score(m, c.best_by), **flags):
+    def build(**flags):
         config = SpeechFlags(**{"out": str(tmp_path / "run"), "samples": 2, "best_by": "wer", "wer": "x", **flags})
         run = Run("dia_lora", config, DS, one_rank, {"optimizer": {}}, steps=9)
-        clips = Clips(**vars(CLIPS) | {"config": config})
-        scores = SampleScores(run, clips, ("recorded",), score_of, decide)
-        request.addfinalizer(scores.close)
+        scores = SampleScores(run, Clips(config=config), ("recorded",))
+        request.addfinalizer(lambda: scores.watcher and scores.watcher.kill())
         return run, scores
 
     return build
 
 
-def take(run, scores, step, loss):
-    """One evaluation with its samples, and a checkpoint without weights."""
+NAMES = ("clip-0000", "clip-0002")
+
+
+def take(run, scores, step, loss, names=NAMES):
+    """The scores of one evaluation that made these samples."""
     run.tracker.event("eval", step, loss=loss)
-    (run.folder / "samples" / f"step-{step:08d}").mkdir(parents=True)
-    scores.expect(step, evaluated=True)
-    run.checkpoints.mkdir(exist_ok=True)
-    entries = checkpoint.read_index(run.checkpoints)
-    name = f"step-{step:08d}"
-    (run.checkpoints / name).mkdir(exist_ok=True)
+    for folder in ("recorded", f"step-{step:08d}"):
+        (run.folder / "samples" / folder).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (run.folder / "samples" / folder / f"{name}.json").write_text("{}")
+    return scores.of_step(step, [Path(f"{name}.npy") for name in names])
+
+
+def answer(run, step, **means):
+    folder = step if isinstance(step, str) else f"step-{step:08d}"
+    draft = run.folder / f"{folder}.draft"
+    draft.write_text(json.dumps(means))
+    draft.rename(draft.with_suffix(".answer"))
+
+
+def noted(run, event="scores", key="step", name="wer"):
+    return {place: values[name] for place, values in run.events(event, key).items()}
+
+
+def test_an_evaluation_waits_for_the_scores_that_decide(start):
+    run, scores = start()
+    answer(run, "recorded", wer=0.02)
+    later = threading.Timer(0.5, lambda: answer(run, 1, wer=0.5))
+    later.start()
+    assert take(run, scores, 1, loss=4.0) == {"wer": 0.5} and not later.is_alive()
+    answer(run, 2, wer=0.9)
+    assert take(run, scores, 2, loss=3.0) == {"wer": 0.9}
+    assert noted(run) == {1: 0.5, 2: 0.9} and noted(run, "ceiling", "of") == {"recorded": 0.02}
+    asked = (run.folder / "asked").read_text().splitlines()
+    assert asked == [f"{folder} clip-0000 clip-0002" for folder in ("recorded", "step-00000001", "step-00000002")]
+    scores.finish()
+    assert scores.watcher.poll() == 0, "it ends with the run"
+
+
+def test_scores_for_the_log_are_noted_when_they_are_there(start):
+    run, scores = start(best_by="loss")
+    answer(run, "recorded")
+    assert take(run, scores, 1, loss=4.0) == {} == take(run, scores, 2, loss=3.0), "no rank waits"
+    answer(run, 1, wer=0.5)
+    while not (run.folder / "scores" / "step-00000001.json").exists():
+        time.sleep(0.01)
+    assert take(run, scores, 3, loss=3.0) == {} and noted(run) == {1: 0.5}
+    answer(run, 2, wer=0.9)
+    later = threading.Timer(0.5, lambda: answer(run, 3, wer=0.2))
+    later.start()
+    scores.finish()
+    assert noted(run) == {1: 0.5, 2: 0.9, 3: 0.2}, "the end of the run waits for all"
+
+
+@pytest.mark.parametrize("best_by", ["wer", "loss"])
+def test_the_watcher_sees_no_gpu_and_yields_to_a_training_that_does_not_wait(start, best_by):
+    run, scores = start(best_by=best_by)
+    gpus, words = json.loads((run.folder / "scores" / "seen").read_text())
+    assert gpus == "" and words == ["--wer", "x", "--references", "samples/recorded", "--codec-weights", "codec"]
+    lower = min(19, os.nice(0) + (10 if best_by == "loss" else 0))
+    assert os.getpriority(os.PRIO_PROCESS, scores.watcher.pid) == lower
+
+
+def test_a_watcher_that_dies_does_not_stop_or_hang_the_training(start, capsys):
+    run, scores = start()
+    answer(run, "recorded", wer=0.02)
+    later = threading.Timer(0.5, lambda: (run.folder / "step-00000001.answer").write_text("die"))
+    later.start()
+    assert take(run, scores, 1, loss=4.0) == {}
+    assert "no scores for step-00000001" in capsys.readouterr().out
+    assert take(run, scores, 2, loss=3.0) == {} == take(run, scores, 3, loss=2.0)
+    scores.finish()
+    assert noted(run) == {} and "step-00000003" in capsys.readouterr().out
+
+
+def test_a_step_that_lacks_a_sample_has_no_score(start):
+    run, scores = start()
+    answer(run, "recorded", wer=0.02)
+    answer(run, 1, wer=0.0)
+    assert take(run, scores, 1, loss=4.0, names=NAMES[:1]) == {}
+    answer(run, 2, wer=0.3)
+    assert take(run, scores, 2, loss=3.0) == {"wer": 0.3}
+
+
+def save(run, step):
+    """A checkpoint without weights."""
+    folder = run.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True)
     state = json.dumps({"step": step, "best": run.best, "identity": run.identity, "threads": 1})
-    (run.checkpoints / name / "trainer_state.json").write_text(state)
+    (folder / "trainer_state.json").write_text(state)
     digests = {"trainer_state.json": hashlib.sha256(state.encode()).hexdigest()}
-    (run.checkpoints / name / "manifest.json").write_text(json.dumps(digests))
-    assert run.unscored == step, "its save marks it"
-    entries.append({"name": name, "step": step, "score": None, "unscored": True})
-    checkpoint._retain(run.checkpoints, entries, run.config.keep, 0)
+    (folder / "manifest.json").write_text(json.dumps(digests))
 
 
-def arrive(run, step, **means):
-    (run.folder / "scores" / f"step-{step:08d}.json").write_text(json.dumps({"means": means, "samples": {}}))
-
-
-def listed(run):
-    return {entry["step"]: entry["score"] for entry in checkpoint.read_index(run.checkpoints)}
-
-
-def test_checkpoints_wait_for_their_scores_and_the_best_stays(start, capsys):
-    run, scores = start()
-    for step, loss in enumerate([4.0, 3.0, 2.0, 1.0], start=1):
-        take(run, scores, step, loss)
-    assert listed(run) == dict.fromkeys([1, 2, 3, 4]), "none may go before its score is known"
-    scores.collect()
-    assert listed(run) == dict.fromkeys([1, 2, 3, 4]) and run.best is None, "and no rank waits"
-    arrive(run, 1, wer=0.5)
-    arrive(run, 2, wer=0.2)
-    scores.collect()
-    assert run.best["step"] == 2 and set(listed(run)) == {2, 3, 4}, "2 is the best, 3 and 4 are not scored"
-    arrive(run, 3, wer=0.9)
-    arrive(run, 4, wer=0.3)
-    scores.collect(last=True)
-    assert run.best["step"] == 2 and listed(run)[2] == pytest.approx(0.2, abs=1e-4)
-    assert "unscored" not in (run.checkpoints / "index.json").read_text()
-    noted = run.events("scores")
-    assert {step: noted[step]["wer"] for step in noted} == {1: 0.5, 2: 0.2, 3: 0.9, 4: 0.3}
-    warning = "loss and samples disagree about the best checkpoint (loss step 4, wer step 2); --best-by wer decides"
-    assert warning in capsys.readouterr().out and run.events("alarm")[2]["message"] == warning
-
-
-def test_the_watcher_sees_no_gpu_and_yields_to_the_training(start):
-    run, scores = start()
-    gpus, nice, words = eval((run.folder / "scores" / "seen").read_text())
-    assert (gpus, nice) == ("", min(19, os.nice(0) + 10))
-    assert words == ["--wer", "x", "--names", "clip-0000", "clip-0002", "--references", "samples/recorded",
-                     "--codec-weights", "codec"]  # fmt: skip
-    run.finish(9)
-    assert scores.watcher.poll() is not None, "it ends with the run"
-
-
-def test_a_killed_run_finds_what_it_waited_for_and_forgets_what_it_takes_again(start):
-    run, scores = start()
+def test_a_killed_run_scores_what_it_had_not_and_forgets_what_it_takes_again(start):
+    run, scores = start(best_by="loss")
+    answer(run, "recorded", wer=0.02)
     for step in (1, 2, 3):
-        take(run, scores, step, loss=1.0 / step)
-    arrive(run, 1, wer=0.1)
-    scores.collect()
-    arrive(run, 2, wer=0.05)
-    arrive(run, 3, wer=0.01)
-    scores.close()
-    index = run.checkpoints / "index.json"
-    entries = [entry for entry in checkpoint.read_index(run.checkpoints) if entry["step"] < 3]
-    index.write_text(json.dumps({"checkpoints": entries}))  # killed while it wrote the checkpoint of step 3
-    run, scores = start()
-    assert run.best["step"] == 1, "from the index: the checkpoint of step 2 was saved before this score came"
-    assert scores.expected == [2] and not (run.folder / "samples" / "step-00000003").exists()
-    assert not (run.folder / "scores" / "step-00000003.json").exists()
-    scores.collect()
-    assert run.best["step"] == 2 and listed(run).keys() == {1, 2}
-
-
-def test_without_scores_a_checkpoint_is_never_the_best_and_no_rank_waits_for_a_dead_process(start, capsys):
-    run, scores = start()
-    take(run, scores, 1, 1.0)
+        take(run, scores, step, loss=1.0)
+    answer(run, 1, wer=0.5)
+    while not noted(run):
+        scores._note(lambda: None, wait=False)
+    save(run, 2)
     scores.watcher.kill()
-    scores.watcher.wait()
-    scores.collect(last=True)
-    assert run.best is None and listed(run) == {1: None}
-    assert "the samples of step 1 have no scores" in capsys.readouterr().out
-
-
-def test_the_base_is_what_a_score_can_be_compared_with(start):
-    seen = []
-    run, scores = start(score_of=lambda metrics, base, config: seen.append((metrics["wer"], base["wer"])))
-    run.tracker.event("eval", 0, loss=9.0)
-    (run.folder / "samples" / "step-00000000").mkdir(parents=True)
-    scores.expect(0, evaluated=True)
-    take(run, scores, 1, 1.0)
-    arrive(run, 0, wer=0.4)
-    arrive(run, 1, wer=0.3)
-    scores.collect()
-    assert seen == [(0.3, 0.4)] and run.best is None
-
-
-def test_scores_that_decide_nothing_are_only_recorded(start):
-    run, scores = start(decide=False, best_by="loss")
-    (run.folder / "samples" / "step-00000001").mkdir(parents=True)
-    scores.expect(1, evaluated=True)
-    assert run.unscored is None
-    arrive(run, 1, wer=0.3)
-    scores.collect()
-    assert run.events("scores")[1]["wer"] == 0.3 and run.best is None
-
-
-def test_ceilings_are_noted_once(start):
-    run, scores = start()
-    (run.folder / "scores" / "recorded.json").write_text(json.dumps({"means": {"wer": 0.02}, "samples": {}}))
-    scores.collect()
-    scores.collect()
-    lines = [json.loads(line) for line in run.tracker.path.read_text().splitlines()]
-    assert [r for r in lines if r.get("event") == "ceiling"] == [
-        {"event": "ceiling", "step": 0, "of": "recorded", "wer": 0.02}
-    ]
+    run, scores = start(best_by="loss")
+    assert not (run.folder / "samples" / "step-00000003").exists()
+    answer(run, 2, wer=0.4)
+    answer(run, 3, wer=0.3)
+    (run.folder / "asked").unlink()
+    take(run, scores, 3, loss=1.0)
+    scores.finish()
+    assert noted(run) == {1: 0.5, 2: 0.4, 3: 0.3} and noted(run, "ceiling", "of") == {"recorded": 0.02}
+    asked = [line.split()[0] for line in (run.folder / "asked").read_text().splitlines()]
+    assert asked == ["recorded", "step-00000002", "step-00000003"]
+    records = [json.loads(line) for line in run.tracker.path.read_text().splitlines()]
+    assert sum(record.get("event") == "ceiling" for record in records) == 1
 
 
 @pytest.mark.parametrize(
@@ -226,15 +234,22 @@ def test_what_cannot_decide_is_refused(start, flags, sentence):
         start(**flags)
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_begins(start, tmp_path):
-    sample_scores.WATCHER.write_text("print('error: --wer x is no folder'); raise SystemExit(2)")
+def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_begins(start, watcher):
+    watcher.write_text("print('error: --wer x is no folder'); raise SystemExit(2)")
     with pytest.raises(UserError, match="samples cannot be scored: --wer x is no folder"):
         start()
 
 
-def test_nothing_is_started_unless_asked_for(start, tmp_path):
-    _, scores = start(best_by="loss", wer="")
-    scores.expect(1, evaluated=True)
-    scores.collect(last=True)
-    assert scores.watcher is None and not scores.decide and not (tmp_path / "run" / "scores").exists()
-    assert dataclasses.fields(MusicFlags) and not sample_scores.asked(MusicFlags())
+def test_a_codec_that_cannot_be_loaded_does_not(start, watcher, capsys):
+    watcher.write_text("raise SystemExit(2)")
+    run, scores = start(best_by="loss", wer="")
+    assert take(run, scores, 1, loss=4.0) == {}
+    scores.finish()
+    assert "no scores for" in capsys.readouterr().out
+
+
+def test_nothing_is_started_without_samples(start, tmp_path):
+    _, scores = start(best_by="loss", samples=0)
+    assert scores.of_step(1, []) == {}
+    scores.finish()
+    assert scores.watcher is None and not (tmp_path / "run" / "scores").exists()

@@ -2,14 +2,12 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from common import samples
 from common.runtime import Process
-from common.samples import repeat_share, start_decoder, take_samples, wait_for, write_codes
+from common.samples import repeat_share, take_samples
 
 PROMPTS = [{"name": f"clip-{i}", "text": f"text {i}"} for i in range(4)]
 
@@ -67,30 +65,6 @@ def test_a_rank_without_a_prompt_joins_only_where_the_model_is_sharded(tmp_path,
 
     assert take_samples(PROMPTS[:1], speak, tmp_path, rank(1), must_join) == []
     assert calls == ([PROMPTS[:1]] if must_join else []) and not list(tmp_path.iterdir())
-
-
-def test_a_decoder_that_fails_is_a_warning_with_its_log(tmp_path, capsys, one_rank):
-    file = write_codes(tmp_path, PROMPTS[0], np.zeros((2, 9), np.int16), {})
-    wait_for([start_decoder([file], str(tmp_path / "no-codec")), None], one_rank)
-    assert "decode.log" in capsys.readouterr().out and (tmp_path / "decode.log").read_text()
-
-
-def test_a_decoder_that_takes_too_long_is_left_to_itself(tmp_path, capsys, one_rank, monkeypatch):
-    monkeypatch.setattr(samples, "DECODING_SECONDS", 0.3)
-    wait_for([SimpleNamespace(poll=lambda: None, args=[tmp_path / "a" / "clip.npy"])], one_rank)
-    assert f"warning: samples in {tmp_path / 'a'} are still being decoded" in capsys.readouterr().out
-
-
-def test_a_rank_waits_for_the_decoders_of_the_others(one_rank, monkeypatch):
-    """Without any of its own, it takes part until no rank has one left."""
-    left, asked = [True, True, False], []
-    monkeypatch.setattr(samples, "any_rank", lambda mine, process: asked.append(mine) or left.pop(0))
-    wait_for([None], one_rank)
-    assert asked == [False] * 3 and not left
-
-
-def test_without_files_no_decoder_is_started():
-    assert start_decoder([], "codec") is None
 
 
 def test_repeat_share_counts_equal_neighbours():

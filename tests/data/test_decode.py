@@ -1,4 +1,4 @@
-"""data/decode.py: codes -> wav and spectrogram."""
+"""data/decode.py: codes -> wav."""
 
 import json
 
@@ -17,14 +17,13 @@ def codes(frames: int = 30, channels: int = 9) -> np.ndarray:
 
 
 @pytest.mark.parametrize("channels, sides", [(9, 1), (18, 2)])
-def test_wav_and_spectrogram(decode, tmp_path, channels, sides):
+def test_wav(decode, tmp_path, channels, sides):
     np.save(tmp_path / "a.npy", codes(channels=channels))
     code, out, err = decode(tmp_path / "a.npy")
     assert code == 0, err
     wave, rate = soundfile.read(tmp_path / "a.wav", always_2d=True)
     assert rate == 44100 and wave.shape == (30 * 512, sides) and np.abs(wave).max() > 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.npy", "a.png", "a.wav"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.npy", "a.wav"]
 
 
 def test_stereo_blocks_are_left_then_right(decode, tmp_path):

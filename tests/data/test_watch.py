@@ -1,7 +1,9 @@
 """data/watch.py: the samples of a run become audio and scores."""
 
+import io
 import json
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,13 +34,20 @@ def run(tmp_path):
     return tmp_path
 
 
-def watch(script, run, *flags) -> dict:
-    code, _, err = script("watch", run, "--once", "--names", *NAMES, *flags)
-    assert code == 0, err
-    return {file.stem: json.loads(file.read_text()) for file in (run / "scores").glob("*.json")}
+@pytest.fixture
+def watch(script, run, monkeypatch):
+    """watch(flags) -> the scores of all folders, by name."""
+
+    def call(*flags, folders=("recorded", "step-00000004")) -> dict:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{folder} {' '.join(NAMES)}\n" for folder in folders)))
+        code, _, err = script("watch", run, *flags)
+        assert code == 0, err
+        return {file.stem: json.loads(file.read_text()) for file in (run / "scores").glob("*.json")}
+
+    return call
 
 
-def test_samples_are_decoded_and_scored_and_a_silent_one_gets_the_worst(script, run, dac, monkeypatch):
+def test_samples_are_decoded_and_scored_and_a_silent_one_gets_the_worst(watch, run, dac, monkeypatch):
     """The recogniser hears "one"; the quality comes from a stand-in for the package, which is optional."""
     monkeypatch.setattr(score, "load_recogniser", lambda name: lambda wave: "one")
 
@@ -47,7 +56,7 @@ def test_samples_are_decoded_and_scored_and_a_silent_one_gets_the_worst(script, 
 
     fake = SimpleNamespace(run=quality)
     monkeypatch.setitem(sys.modules, "speechmos", SimpleNamespace(dnsmos=fake))
-    scores = watch(script, run, "--codec-weights", dac, "--wer", "any", "--dnsmos")
+    scores = watch("--codec-weights", dac, "--wer", "any", "--dnsmos")
     assert scores["recorded"]["means"] == {"wer": 0.5, "dnsmos": 3.0}, "the ceiling"
     assert scores["step-00000004"]["means"] == {
         "wer": (0.5 + 1) / 2,
@@ -62,25 +71,34 @@ def test_samples_are_decoded_and_scored_and_a_silent_one_gets_the_worst(script, 
     assert facts["wer"] == 0.5 and facts["heard"] == "one" and "silent" in facts
 
 
-def test_an_end_before_the_first_frame_is_no_stop(script, run, dac):
+def test_an_end_before_the_first_frame_is_no_stop(watch, run, dac):
     for name, seconds in zip(NAMES, (0.7, 0.0), strict=True):
         facts = {"name": name, "text": "one two", "ended_by_eos": True, "seconds": seconds, "duration_ratio": 1.0}
         (run / f"samples/step-00000004/{name}.json").write_text(json.dumps(facts))
-    assert watch(script, run, "--codec-weights", dac)["step-00000004"]["means"]["stop_rate"] == 0.5
+    assert watch("--codec-weights", dac)["step-00000004"]["means"]["stop_rate"] == 0.5
 
 
-def test_a_set_with_a_silent_sample_has_no_frechet_distance(script, run, dac, clap):
-    means = watch(script, run, "--codec-weights", dac, "--embedder", clap)["step-00000004"]["means"]
+def test_a_set_with_a_silent_sample_has_no_frechet_distance(watch, run, dac, clap):
+    means = watch("--codec-weights", dac, "--embedder", clap)["step-00000004"]["means"]
     assert "frechet" not in means and "caption" in means
 
 
-def test_nothing_is_scored_before_the_samples_of_all_ranks_are_there(script, run, dac):
+def test_a_file_that_is_not_visible_yet_is_waited_for(watch, run, dac):
+    facts = run / "samples/step-00000004/clip-0000.json"
+    whole = facts.read_text()
+    facts.write_text(whole[:10])
+    later = threading.Timer(0.5, lambda: facts.write_text(whole))
+    later.start()
+    assert watch("--codec-weights", dac)["step-00000004"]["means"] == {"stop_rate": 0.5, "duration_ratio": 1.0}
+
+
+def test_a_sample_that_is_not_there_or_cannot_be_decoded_gets_the_worst(watch, run, dac, monkeypatch):
+    monkeypatch.setattr("watch.VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr(score, "load_recogniser", lambda name: lambda wave: "one two")
+    (run / "samples/step-00000004/clip-0000.npy").write_text("no codes")
     (run / "samples/step-00000004/clip-0003.json").unlink()
-    assert set(watch(script, run, "--codec-weights", dac)) == {"recorded"}
-    (run / "samples/step-00000004/clip-0003.json").write_text('{"name": "clip-00')  # being written
-    assert set(watch(script, run, "--codec-weights", dac)) == {"recorded"}
-    (run / "samples/step-00000004/clip-0003.json").write_text('{"ended": true}')
-    assert set(watch(script, run, "--codec-weights", dac)) == {"recorded", "step-00000004"}
+    scores = watch("--codec-weights", dac, "--wer", "any")
+    assert scores["recorded"]["means"]["wer"] == 0 and scores["step-00000004"]["means"]["wer"] == 1
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +108,12 @@ def clap(tmp_path_factory):
     return scoring_models.save_clap(tmp_path_factory.mktemp("embedder") / "clap")
 
 
-def test_frechet_distance_and_caption_agreement_equal_the_plain_model(script, run, dac, clap):
+def test_frechet_distance_and_caption_agreement_equal_the_plain_model(watch, run, dac, clap):
     from transformers import ClapModel, ClapProcessor
 
     codes = np.random.default_rng(3).integers(0, 1024, (40, 9), dtype=np.int16)
     np.save(run / "samples/step-00000004/clip-0003.npy", codes)
-    scores = watch(script, run, "--codec-weights", dac, "--embedder", clap)
+    scores = watch("--codec-weights", dac, "--embedder", clap)
     model, processor = ClapModel.from_pretrained(clap).eval(), ClapProcessor.from_pretrained(clap)
 
     def embedded(folder):
@@ -117,9 +135,8 @@ def test_frechet_distance_and_caption_agreement_equal_the_plain_model(script, ru
     assert np.allclose(direction, outputs[0].audio_embeds[0].numpy(), atol=1e-5)
     assert scores["step-00000004"]["means"]["frechet"] == pytest.approx(textbook(*sets), rel=1e-4, abs=1e-6)
     assert "frechet" not in scores["recorded"]["means"] and scores["recorded"]["means"]["caption"] < 1
-    # A new process, after a resume, embeds the recordings again.
-    (run / "scores/step-00000004.json").unlink()
-    again = watch(script, run, "--codec-weights", dac, "--embedder", clap)
+    # A new process, after a resume.
+    again = watch("--codec-weights", dac, "--embedder", clap)
     assert again["step-00000004"]["means"] == pytest.approx(scores["step-00000004"]["means"])
 
 
@@ -140,5 +157,5 @@ def test_frechet_distance_is_the_textbook_one():
 @pytest.mark.parametrize("flags", [("--dnsmos",), ("--embedder", "nowhere")])
 def test_a_missing_model_is_a_one_sentence_error(script, run, dac, monkeypatch, flags):
     monkeypatch.setitem(sys.modules, "speechmos", None)
-    code, _, err = script("watch", run, "--once", "--names", *NAMES, *flags)
+    code, _, err = script("watch", run, *flags)
     assert code == 2 and ("pip install speechmos" in err or "is not a local folder" in err)

@@ -18,10 +18,9 @@ from helpers.support import Rank
 
 
 def processes_of(run: Path) -> list[int]:
-    """Processes whose command line names this run folder: ranks, and what they forked. Not those that decode samples,
-    which end by themselves."""
+    """Processes whose command line names this run folder: ranks, what they forked, and data/watch.py."""
     found = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True, check=False).stdout.split()
-    return [int(pid) for pid in found if b"data/decode.py" not in command_line(int(pid))]
+    return [int(pid) for pid in found]
 
 
 def command_line(pid: int) -> bytes:

@@ -257,7 +257,7 @@ def test_samples_are_spoken_decoded_and_reported(trained, demo, tmp_path):
     tokens = TokenDataset(str(demo / "tokens/eval"))
     clips = [{"id": tokens.id(i), "text": tokens.text(i), "codes": tokens.codes(i)[:20]} for i in range(3)]
     held_out = support.write_tokens(tmp_path / "held-out", clips, weights=tokens.info["weights"])
-    _, run = trained(model=str(tmp_path / "dia"), eval_data=str(held_out), samples=2, sample_every=2)
+    _, run = trained(model=str(tmp_path / "dia"), eval_data=str(held_out), samples=2, eval_every=2)
     for step in ("step-00000000", "step-00000002", "step-00000003", "recorded"):
         files = sorted((run / "samples" / step).glob("*.npy"))
         assert len(files) == 2
@@ -266,7 +266,6 @@ def test_samples_are_spoken_decoded_and_reported(trained, demo, tmp_path):
             if len(codes):
                 audio, rate = soundfile.read(file.with_suffix(".wav"))
                 assert rate == 44100 and len(audio) == len(codes) * 512
-                assert file.with_suffix(".png").stat().st_size > 1000
     # Step 0 is what the base says, without any adapter.
     base, text = load_dia(str(demo / "dia"), torch.float32), TokenDataset(str(demo / "tokens/eval")).text(0)
     [(codes, _)] = speak(base, [text_bytes(text, {}, "eval")], max_frames=30, seed=0)

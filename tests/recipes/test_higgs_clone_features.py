@@ -190,7 +190,7 @@ def test_a_checkpoint_worse_than_the_base_is_never_the_best(monkeypatch, capsys)
         run = SimpleNamespace(config=config, process=None, first_eval=lambda: base, folder=None)
         run.tracker = SimpleNamespace(event=lambda *a, **k: events.append(k))
         monkeypatch.setattr(higgs_clone, "token_metrics", lambda *_: {"loss": 4.0, **values})
-        return higgs_clone.evaluate(None, [1], run, Ema(None, 0.0), 7, False, [], SimpleNamespace(decide=False))
+        return higgs_clone.evaluate(None, [1], run, Ema(None, 0.0), SimpleNamespace(of_step=lambda *_: {}), 7)
 
     assert score(gap=0.2, stop_rate=1.0) == 4.0
     assert score(gap=0.3, stop_rate=0.5) is None and "worse than the base in stop_rate" in capsys.readouterr().out

@@ -122,8 +122,8 @@ def speak_parts(
         text, number = functools.reduce(continue_text, rest) if rest else "", number + 1
 
 
-def sample(model, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list:
-    """Generates a few evaluation texts, spread over all ranks; returns the decoder processes it started.
+def sample(model, clips: Clips, folder: Path, step: int, process: Process, all_ranks_must_join: bool) -> list[Path]:
+    """Generates a few evaluation texts, spread over all ranks; returns the files of codes of this rank's share.
 
     They are generated as the generation_config.json of --model says, each with a seed of its own, which is the same at
     every step: what changes between two steps is the model, and the number of ranks changes nothing.
@@ -168,4 +168,4 @@ def sample(model, clips: Clips, folder: Path, step: int, process: Process, all_r
             "codes_as_recorded": float((codes[:shared] == recorded[:shared]).mean()) if shared else 0.0,
         }
 
-    return samples.make_and_decode(clips, prompts, speak_share, folder, step, process, all_ranks_must_join)
+    return samples.make_samples(clips, prompts, speak_share, folder, step, process, all_ranks_must_join)

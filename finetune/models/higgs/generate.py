@@ -102,9 +102,8 @@ def speak(
 
 def sample(
     model, clips: VoiceClips, folder: Path, step: int, process: Process, all_ranks_must_join: bool
-) -> tuple[dict[str, float], list]:
-    """Generates a few fixed evaluation clips, spread over all ranks; returns metrics over all of them and the decoder
-    processes it started.
+) -> list[Path]:
+    """Generates a few fixed evaluation clips, spread over all ranks; returns the files of codes of this rank's share.
 
     For every prompt, samples/ then holds the reference, the recording (if its file is known), its codes decoded, and
     what the model generates at step 0 and later. stop_rate below 1: some samples run on to the cap. duration_ratio:
@@ -113,7 +112,6 @@ def sample(
     config, tokens = clips.config, clips.tokens
     prompts = samples.choose_prompts(clips)
     cap = int(LONGEST_SAMPLE * tokens.frames[clips.kept].max())
-    codec, decoders = samples.codec_of(clips), []
 
     def speak_share(prompts: list[dict]) -> list:
         indices = [prompt["index"] for prompt in prompts]
@@ -123,13 +121,8 @@ def sample(
         return [(s.codes, sample_facts(s, clips, index)) for s, index in zip(spoken, indices, strict=True)]
 
     if process.is_main:
-        files = write_references(clips, prompts, folder / "samples")
-        files += samples.write_recorded(clips, prompts, folder / "samples")
-        decoders.append(samples.start_decoder(files, codec))
-    here = folder / "samples" / f"step-{step:08d}"
-    files = samples.take_samples(prompts, speak_share, here, process, all_ranks_must_join)
-    decoders.append(samples.start_decoder([f for f in files if len(np.load(f))], codec))
-    return sample_metrics(files, process), decoders
+        write_references(clips, prompts, folder / "samples")
+    return samples.make_samples(clips, prompts, speak_share, folder, step, process, all_ranks_must_join)
 
 
 def sample_facts(spoken: Spoken, clips: VoiceClips, index: int) -> dict:
@@ -167,11 +160,11 @@ def sample_metrics(files: list[Path], process: Process) -> dict[str, float]:
     return {"stop_rate" if name == "ended" else name: mean for name, mean in means.items()}
 
 
-def write_references(clips: VoiceClips, prompts: list[dict], folder: Path) -> list[Path]:
-    """Writes the codes of the prompts' references; returns the files, none if they are there."""
+def write_references(clips: VoiceClips, prompts: list[dict], folder: Path) -> None:
+    """Writes the codes of the prompts' references, unless they are there."""
     if (folder / "reference").exists():
-        return []
+        return
     voices = [(prompt, clips.reference[clips.kept[prompt["index"]]]) for prompt in prompts]
     voices = [(prompt, j) for prompt, j in voices if j >= 0]
     spoken = [(clips.tokens.codes(j), {"said": clips.tokens.text(j)}) for _, j in voices]
-    return samples.write_all(folder / "reference", [prompt for prompt, _ in voices], spoken)
+    samples.write_all(folder / "reference", [prompt for prompt, _ in voices], spoken)

@@ -167,9 +167,9 @@ def collapse(codes: np.ndarray) -> dict:
 
 def sample(
     model: MoTLlama, clips: Clips, sampling: dict, folder: Path, step: int, process: Process, all_ranks_must_join: bool
-) -> list:
-    """Generates music for a few evaluation captions, spread over all ranks; returns the decoders it started.
-    `sampling`: see generate."""
+) -> list[Path]:
+    """Generates music for a few evaluation captions, spread over all ranks; returns the files of codes of this
+    rank's share. `sampling`: see generate."""
     config = clips.config
     prompts = samples.choose_prompts(clips)
     cap = int(LONGEST_SAMPLE * clips.frames.max())
@@ -201,4 +201,4 @@ def sample(
             results.append((codes, facts))
         return results
 
-    return samples.make_and_decode(clips, prompts, generate_share, folder, step, process, all_ranks_must_join)
+    return samples.make_samples(clips, prompts, generate_share, folder, step, process, all_ranks_must_join)

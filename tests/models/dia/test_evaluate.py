@@ -216,17 +216,16 @@ def test_evaluation_does_not_depend_on_the_batches_and_leaves_the_mode(tiny_dia,
 @pytest.mark.parametrize("recipe", ["dia_lora", "dia_full"])
 def test_a_model_that_does_not_stop_has_no_score(recipe, monkeypatch):
     module, found = importlib.import_module(recipe), {"loss": 2.5, "text_gap": 0.1, "eos_false_alarm": 0.0}
-    clips = SimpleNamespace(config=SimpleNamespace(min_eos_recall=0.5, best_by="loss"))
-    run = SimpleNamespace(process=None, tracker=SimpleNamespace(event=lambda *_, **__: None))
+    config = SimpleNamespace(min_eos_recall=0.5, best_by="loss", samples=0)
+    run = SimpleNamespace(config=config, process=None, tracker=SimpleNamespace(event=lambda *_, **__: None))
+    scores = SimpleNamespace(of_step=lambda step, files: {"wer": 0.25})
     ema = SimpleNamespace(applied=contextlib.nullcontext)
     for recall, score in ((0.5, 2.5), (0.49, None)):
         monkeypatch.setattr(module, "token_metrics", lambda *_, recall=recall: found | {"eos_recall": recall})
-        assert module.evaluate(None, clips, run, ema, 3) == score
-        spoken = found | {"eos_recall": recall, "wer": 0.25}
-        by_wer = module.score_of(spoken, {}, SimpleNamespace(min_eos_recall=0.5, best_by="wer"))
-        assert by_wer == (score and pytest.approx(0.25, abs=1e-4))
-    clips.config.best_by = "wer"
-    assert module.evaluate(None, clips, run, ema, 3) is None, "it comes with the scores of the samples"
+        config.best_by = "loss"
+        assert module.evaluate(None, [1], run, ema, scores, 3) == score
+        config.best_by = "wer"
+        assert module.evaluate(None, [1], run, ema, scores, 3) == (score and pytest.approx(0.25, abs=1e-4))
 
 
 # ---- speaking --------------------------------------------------------------------------------------------------

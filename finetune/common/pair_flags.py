@@ -18,7 +18,6 @@ class PairConfig(RunConfig):
         "optimizer",
         "eval_split",
         "eval_split_by",
-        "sample_every",
     )
     model_needs_data: ClassVar[bool] = False  # --data alone trains from scratch
     needs_pesq: ClassVar[bool] = True

@@ -420,7 +420,6 @@ def masters(path: Path, tag: str = TAG, ema: bool = False) -> dict[str, torch.Te
     damage = _damage(path)
     if damage:
         raise UserError(f"checkpoint {path} is damaged ({damage}).")
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     allow_list()
     files = sorted(path.glob("ema-*.pt")) if ema else []
     averages = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
@@ -436,7 +435,11 @@ def _merge_shards(folder: Path, averages: list[list[torch.Tensor]]) -> dict[str,
     the master weights, in place of these."""
     from deepspeed.utils import zero_to_fp32
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+    with (
+        _no_pickled_code(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),  # a progress bar
+    ):
         states = zero_to_fp32.parse_model_states(zero_to_fp32.get_model_state_files(folder))
         optimizers = zero_to_fp32.get_optim_files(folder)
         stage, world, shards, paddings = zero_to_fp32.parse_optim_states(optimizers, folder)
@@ -446,6 +449,20 @@ def _merge_shards(folder: Path, averages: list[list[torch.Tensor]]) -> dict[str,
         if stage == 3:
             return zero_to_fp32._get_fp32_state_dict_from_zero3_checkpoint(world, shards, states, True)
         return zero_to_fp32._get_fp32_state_dict_from_zero2_checkpoint(world, shards, states, True, paddings)
+
+
+@contextlib.contextmanager
+def _no_pickled_code():
+    """Inside, torch.load refuses everything that weights_only refuses, whatever DeepSpeed asks it for."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _whole_weights(folder: Path, averages: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:

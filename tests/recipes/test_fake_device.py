@@ -71,11 +71,9 @@ def test_dia(demo, recipe, flags):
 
 
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "untie, order, full", [("ffn", "flat", False), ("all", "delay", False), ("ffn+norm", "flat", True)]
-)
-def test_llama_mot(demo_mot, untie, order, full, recompute):
-    model, batch, loss = mot(demo_mot, untie, recompute, order=order, full=full)
+@pytest.mark.parametrize("untie, order", [("ffn", "flat"), ("all", "delay"), ("ffn+norm", "flat")])
+def test_llama_mot(demo_mot, untie, order, recompute):
+    model, batch, loss = mot(demo_mot, untie, recompute, order=order)
     assert is_ragged(batch, "mask")
     counts = fake_device.run(loss, model, batch)
     assert not counts.syncs

@@ -9,6 +9,7 @@ from datasets import load_from_disk
 from torch.nn import functional as F
 
 from common import inspection
+from common.ds_config import WHOLE
 from common.errors import UserError
 from helpers import support
 from infer import inspect_clip
@@ -125,7 +126,7 @@ def lora_run(demo, tmp_path_factory):
     import dia_lora
 
     flags = {"model": str(demo / "dia"), "data": str(demo / "tokens/train"), "precision": "fp32", "text_dropout": 0.0}
-    model = dia_lora.build_model(dia_lora.Config(**flags), inspect_clip.DS, {})
+    model = dia_lora.build_model(dia_lora.Config(**flags), WHOLE, {})
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -306,7 +307,7 @@ def test_mot_shows_the_loss_of_both_experts_on_every_token(demo_mot, layout):
     }
     config |= {"text_dropout": 0.0, "samples": 0, "layout": layout}
     config = llama_mot.Config(**llama_mot.DEMO | config)
-    model = llama_mot.build_model(config, inspect_clip.DS)
+    model = llama_mot.build_model(config, WHOLE)
     clips = llama_mot.build_data(
         config.data, model, Tokenizer(config.model), config, Process(0, 1, torch.device("cpu")), train=True
     )

@@ -72,25 +72,21 @@ def _read(result: Path) -> dict:
 
 
 def pin(config, process: Process):
-    """Downloads the models of a config, and returns the config with their commits as revisions, so that resuming or
-    repeating the run cannot silently train on other weights.
+    """Downloads --model, and returns the config with its commit as revision, so that resuming or repeating the run
+    cannot silently train on other weights.
 
-    The field `revision` is that of `model`, `x_revision` that of `x`. Without one, a run that resumes keeps to the
-    commits in its config.json. Every rank must call it.
+    Without --revision, a run that resumes keeps to the commit in its config.json. Every rank must call it.
     """
-    try:
-        before = json.loads(Path(config.out, "config.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError):
-        before = {}
-    resumes, commits = bool(config.out) and config.resume != "never", {}
-    for revision in (item.name for item in dataclasses.fields(config) if item.name.endswith("revision")):
-        name = revision.removesuffix("_revision") if revision != "revision" else "model"
-        path, asked = getattr(config, name), getattr(config, revision)
-        if not asked and resumes and before.get(name) == path:
-            asked = before.get(revision, "")
-        fetch(path, process, asked, f"--{name.replace('_', '-')}")
-        commits[revision] = _folders[path].name if path in _folders else ""
-    return dataclasses.replace(config, **commits)
+    asked = config.revision
+    if not asked and config.out and config.resume != "never":
+        try:
+            before = json.loads(Path(config.out, "config.json").read_text(encoding="utf-8"))["config"]
+        except (OSError, ValueError, KeyError):
+            before = {}
+        asked = before.get("revision", "") if before.get("model") == config.model else ""
+    fetch(config.model, process, asked)
+    commit = _folders[config.model].name if config.model in _folders else ""
+    return dataclasses.replace(config, revision=commit)
 
 
 def find_file(path: str, name: str, revision: str = "") -> Path | None:

@@ -26,13 +26,10 @@ def token_losses(logits_nv: torch.Tensor, labels_nc: torch.Tensor) -> tuple[torc
 
 
 class _GradientInForward(torch.autograd.Function):
-    """Computes d(loss)/d(hidden) and d(loss)/d(head) while a chunk's logits exist, so the backward pass needs none.
-
-    `frozen`: further rows of the head that are never a label and never trained.
-    """
+    """Computes d(loss)/d(hidden) and d(loss)/d(head) while a chunk's logits exist, so the backward pass needs none."""
 
     @staticmethod
-    def forward(ctx, hidden_nd, weight, labels_nc, weights_nc, rows, frozen=None):
+    def forward(ctx, hidden_nd, weight, labels_nc, weights_nc, rows):
         losses_nc = torch.empty(labels_nc.shape, dtype=torch.float32, device=hidden_nd.device)
         grad_hidden = torch.empty_like(hidden_nd) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -40,11 +37,6 @@ class _GradientInForward(torch.autograd.Function):
             part = slice(start, start + rows)
             hidden, labels, scale = hidden_nd[part], labels_nc[part], weights_nc[part]
             losses_nc[part], logits, total = token_losses(hidden @ weight.T, labels)
-            if frozen is not None:
-                others = (hidden @ frozen.T).float()
-                more = torch.logaddexp(total, torch.logsumexp(others, dim=-1, keepdim=True))
-                losses_nc[part] += (more - total).masked_fill(labels == IGNORE, 0.0)
-                total = more
             if grad_hidden is None and grad_weight is None:
                 continue
             # softmax - one_hot, in place of the logits
@@ -53,9 +45,6 @@ class _GradientInForward(torch.autograd.Function):
             grad = grad.mul_(scale.unsqueeze(-1)).view(len(labels), -1).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
-                if frozen is not None:
-                    others = others.sub_(total).exp_().mul_(scale).to(frozen.dtype)
-                    grad_hidden[part].addmm_(others, frozen)
             if grad_weight is not None:
                 # Summed over the chunks in fp32, whatever precision the head computes in.
                 if weight.dtype == torch.float32:
@@ -74,7 +63,7 @@ class _GradientInForward(torch.autograd.Function):
         for grad in (grad_hidden, grad_weight):
             if grad is not None:
                 grad.mul_(grad_sum)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 class LossHead(nn.Linear):
@@ -113,15 +102,12 @@ def codebook_loss(head, hidden_nd, labels_nc, weights_nc) -> tuple[torch.Tensor,
     return (losses * weights_nc).sum(), losses.detach()
 
 
-def rows_loss(hidden_nd, weight, labels_nc, weights_nc, frozen=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for a head given as its rows. Under ZeRO-3 call it inside the forward of the module that owns them.
-
-    `frozen`: rows of further classes that are never a label; then there is one codebook (C = 1).
-    """
+def rows_loss(hidden_nd, weight, labels_nc, weights_nc) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a head given as its rows. Under ZeRO-3 call it inside the forward of the module that owns them."""
     if not torch.is_grad_enabled():
         hidden_nd, weight = hidden_nd.detach(), weight.detach()  # no gradients are formed
-    rows = chunk_rows(len(weight) + (0 if frozen is None else len(frozen)), hidden_nd.device)
-    return _GradientInForward.apply(hidden_nd, weight, labels_nc, weights_nc, rows, frozen)
+    rows = chunk_rows(len(weight), hidden_nd.device)
+    return _GradientInForward.apply(hidden_nd, weight, labels_nc, weights_nc, rows)
 
 
 @torch.no_grad()

@@ -119,9 +119,6 @@ def test_a_revision_of_a_folder_is_refused(tmp_path):
 class Config:
     model: str = "someone/model"
     revision: str = ""
-    musicgen: str = ""
-    musicgen_revision: str = ""
-    world: int = 0
     out: str = ""
     resume: str = "auto"
 
@@ -156,4 +153,4 @@ def test_a_run_notes_the_commit_and_keeps_to_it(tmp_path, monkeypatch):
         assert hub.pin(Config(out=str(run), resume="never"), process).revision == newer
     os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # monkeypatch restores it
     with pytest.raises(UserError, match=r"--musicgen other/model cannot be downloaded: .* does not answer"):
-        hub.pin(Config(revision=COMMIT, musicgen="other/model"), process)
+        hub.fetch("other/model", process, flag="--musicgen")

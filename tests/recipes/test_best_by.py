@@ -113,8 +113,10 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(demo, models, process
     assert index[-1]["step"] == 4 and index[-1]["score"] < 0
     resumed = train(dia_lora, process, **flags)
     found = [checkpoint.read_index(run / "checkpoints") for run in (whole, resumed)]
-    # The stopped run also keeps the checkpoint of the signal.
-    assert found[0] == [entry for entry in found[1] if entry["step"] in (2, 6)]
+    # The stopped run also saved a checkpoint at the signal, so it may keep another one of those that are not the best.
+    kept = [{entry["step"]: entry for entry in entries} for entries in found]
+    shared = kept[0].keys() & kept[1].keys()
+    assert 6 in shared and all(kept[0][step] == kept[1][step] for step in shared)
     best = [min(entries, key=lambda entry: entry["score"]) for entries in found]
     assert best[0] == best[1]
     scores = [{r["step"]: r["similarity"] for r in support.metrics(run) if r.get("event") == "scores"}

@@ -77,6 +77,8 @@ def pin(config, process: Process):
 
     Without --revision, a run that resumes keeps to the commit in its config.json. Every rank must call it.
     """
+    if not hasattr(config, "revision"):  # the enhancers' models are files
+        return config
     asked = config.revision
     if not asked and config.out and config.resume != "never":
         try:
